@@ -1,0 +1,46 @@
+# Everything a developer needs. `make` alone lists it.
+#   PYTHON=/path/to/python3.11   which Python to make .venv from (default: found)
+#   ARGS="..."                   passed on to pytest, `headwater demo` or `headwater bench`
+
+PYTHON ?=
+ARGS ?=
+BENCH ?= node
+BIN := .venv/bin
+
+.PHONY: help setup test check demo bench sizes format clean distclean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+setup:  ## .venv with vLLM's CPU build and headwater, and the real model in .cache; quick when nothing changed
+	@command -v python3 >/dev/null || { echo "set-up: python3 is missing; install Python 3.11 or newer" >&2; exit 1; }
+	@python3 scripts/setup_env.py --python "$(PYTHON)"
+
+test: setup  ## all tests, the real-engine ones last
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup  ## lint, format, types, house rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/tidy
+
+demo: setup  ## two real vLLM instances share one KV cache
+	$(BIN)/headwater demo $(ARGS)
+
+bench: setup  ## measure this machine (BENCH=node)
+	$(BIN)/headwater bench $(BENCH) $(ARGS)
+
+sizes: setup  ## lines of code by folder, and the longest files
+	@$(BIN)/python -m tests.tidy.sizes
+
+format: setup  ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove what building and testing left; keeps .venv and the model
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests scripts examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean  ## the same, and .venv and .cache too
+	rm -rf .venv .cache src/headwater/_kernels/*.so

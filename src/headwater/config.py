@@ -1,0 +1,351 @@
+"""Configuration: one tree of frozen dataclasses, and where each of its values came from.
+
+Lowest to highest: default < TOML file (`--config FILE`, else HEADWATER_CONFIG) < environment < flags.
+
+    node.host_memory    file: [node] host_memory = "32GiB"
+                        environment: HEADWATER_NODE_HOST_MEMORY=32GiB      flag: --host-memory 32GiB
+
+A key that is not in the tree, or a value that does not parse, is refused with its name, where it came from
+and the remedy. This is the only file of the package that reads the environment or a configuration file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from headwater.errors import ConfigError
+from headwater.types import PAGE_BYTES
+from headwater.values import (
+    GIB,
+    MIB,
+    loopback_address,
+    memory_backing,
+    memory_size,
+    namespace_fields,
+    nearest,
+    one_of,
+    parse_duration,
+    parse_size,
+    socket_address,
+    socket_or_embedded,
+    split_address,
+    text,
+    truth,
+    whole_number,
+)
+
+__all__ = [
+    "SETTINGS",
+    "Config",
+    "Effective",
+    "EngineConfig",
+    "LogConfig",
+    "NodeConfig",
+    "child_environment",
+    "default_socket",
+    "default_value",
+    "engine_config",
+    "load_config",
+    "parse_duration",
+    "parse_size",
+    "runtime_dir",
+    "search_path",
+    "variable",
+]
+
+PREFIX = "HEADWATER_"
+FILE_VARIABLE = "HEADWATER_CONFIG"
+EXTRA = "kv_connector_extra_config"
+_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)?)$")
+"""The end of variables that Kubernetes gives every pod for a Service named headwater…; not ours."""
+
+
+def runtime_dir(env: Mapping[str, str] | None = None) -> Path:
+    """The user's directory for sockets; whoever needs it first creates it with mode 0700."""
+    base = (os.environ if env is None else env).get("XDG_RUNTIME_DIR", "")
+    if base.startswith("/") and os.path.isdir(base):
+        return Path(base, "headwater")
+    return Path(f"/tmp/headwater-{os.getuid()}")
+
+
+def default_socket(env: Mapping[str, str] | None = None) -> str:
+    """The address where a node listens, and engines look for it, unless told otherwise."""
+    return f"unix:{runtime_dir(env)}/node.sock"
+
+
+def search_path() -> str:
+    """Where this process finds programs."""
+    return os.environ.get("PATH", os.defpath)
+
+
+def child_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """The environment of a process that we start: ours without HEADWATER_*, then `changes` (None removes)."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    for name, value in changes.items():
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
+
+
+def _about(parse: Callable[[object], Any], purpose: str) -> dict[str, Any]:
+    """What the tree knows of a field: how its value is read and what it is for."""
+    return {"parse": parse, "help": purpose}
+
+
+def _setting(default: Any, parse: Callable[[object], Any], purpose: str) -> Any:
+    return field(default=default, metadata=_about(parse, purpose))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """One node: its memory, its socket, its limits. Sizes are bytes."""
+
+    socket: str = field(
+        default_factory=default_socket,
+        metadata=_about(socket_address, "address that engines connect to, unix:/PATH"),
+    )
+    host_memory: int = _setting(4 * GIB, memory_size, "memory for KV, shared with this host's engines")
+    slab: int = _setting(
+        0, parse_size, "unit in which memory moves between models of different shapes; 0 = by host_memory"
+    )
+    eviction: Literal["lru", "s3fifo"] = _setting(
+        "lru", one_of("lru", "s3fifo"), "which chunk leaves a full memory: lru or s3fifo"
+    )
+    load_lease_s: float = _setting(30.0, parse_duration, "how long a load may take before its lease ends")
+    save_lease_s: float = _setting(60.0, parse_duration, "how long a save may take; later it cannot commit")
+    drain_s: float = _setting(10.0, parse_duration, "how long SIGTERM waits for running loads and saves")
+    metrics: str = _setting(
+        "127.0.0.1:7480", loopback_address, "loopback address of /metrics and /status, or off"
+    )
+    backing: str = _setting(
+        "memfd", memory_backing, "memfd, or a directory on tmpfs or hugetlbfs that holds the memory"
+    )
+    prefault: bool = _setting(True, truth, "touch all memory at start, so that a lack of it shows then")
+    lock_memory: bool = _setting(False, truth, "keep the memory out of swap (needs RLIMIT_MEMLOCK)")
+    max_sessions: int = _setting(1024, whole_number(1, 65536), "connections at a time")
+    require: dict[str, str] = field(
+        default_factory=dict,
+        metadata=_about(
+            namespace_fields, "Namespace field and the value that every client must have: kv_dtype=float32"
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        _check("node", self)
+        if self.slab % PAGE_BYTES or self.slab > self.host_memory:
+            raise ConfigError(
+                f"node.slab = {self.slab}: not a multiple of {PAGE_BYTES} that fits "
+                f"node.host_memory = {self.host_memory}; use 0 to have it chosen"
+            )
+
+    @property
+    def slab_bytes(self) -> int:
+        """The slab in use: `slab`, or an eighth of the memory within 16 MiB and 256 MiB; whole pages."""
+        chosen = self.slab or min(256 * MIB, max(self.host_memory // 8, 16 * MIB), self.host_memory)
+        return chosen // PAGE_BYTES * PAGE_BYTES
+
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        """Host and port of the metrics server; None when it is off."""
+        if self.metrics == "off":
+            return None
+        host, port = split_address(self.metrics)
+        return host, int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine: where its cache is and how it uses it; what `kv_connector_extra_config` may hold."""
+
+    node: str = _setting("", socket_or_embedded, "the node, unix:/PATH; empty = one embedded in the engine")
+    host_memory: int = _setting(4 * GIB, memory_size, "memory of the embedded node")
+    chunk_tokens: int = _setting(
+        256, whole_number(1, 1 << 20), "tokens cached as one piece, a multiple of the block size"
+    )
+    load: Literal["async", "sync"] = _setting(
+        "async",
+        one_of("async", "sync"),
+        "async: other requests run during a load; sync: the step waits for it",
+    )
+    save: bool = _setting(True, truth, "save what this engine computes")
+    save_decode: bool = _setting(True, truth, "also save generated tokens, for a conversation's next turn")
+    tenant: str = _setting("", text, "who shares with whom: caches of different tenants never meet")
+    copy_threads: int = _setting(
+        1, whole_number(1, 64), "threads that copy between the engine and the node's memory"
+    )
+    min_load_tokens: int = _setting(
+        0, whole_number(0, 1 << 30), "hits shorter than this are computed, not loaded"
+    )
+    fingerprint: str = _setting("", text, "identity of the model's weights; empty = from the model's files")
+    connect_s: float = _setting(1.0, parse_duration, "how long connecting to the node may take")
+    metadata_s: float = _setting(1.0, parse_duration, "how long a call without bytes may take")
+    load_s: float = _setting(5.0, parse_duration, "how long all loads of one request may take")
+
+    def __post_init__(self) -> None:
+        _check("engine", self)
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """What is logged."""
+
+    level: str = _setting(
+        "info", one_of("debug", "info", "warning", "error"), "debug, info, warning or error"
+    )
+
+    def __post_init__(self) -> None:
+        _check("log", self)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole tree."""
+
+    node: NodeConfig = field(default_factory=NodeConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """The values in use; `origin["node.host_memory"]` is `default`, `file PATH`, `env NAME` or `flag`."""
+
+    config: Config
+    origin: dict[str, str]
+
+    def value(self, name: str) -> object:
+        """The value of a setting by its dotted name."""
+        section, _, key = name.partition(".")
+        found: object = getattr(getattr(self.config, section), key)
+        return found
+
+
+Section = NodeConfig | EngineConfig | LogConfig
+SECTIONS: dict[str, type[Section]] = {"node": NodeConfig, "engine": EngineConfig, "log": LogConfig}
+SETTINGS: dict[str, Field[Any]] = {
+    f"{name}.{it.name}": it for name, section in SECTIONS.items() for it in fields(section)
+}
+"""Every setting by its dotted name; `metadata["help"]` says what it is for."""
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting: HEADWATER_NODE_SOCKET for `node.socket`."""
+    return PREFIX + name.replace(".", "_").upper()
+
+
+def default_value(name: str) -> object:
+    """What a setting is when nobody says anything."""
+    it = SETTINGS[name]
+    return it.default if it.default_factory is MISSING else it.default_factory()
+
+
+def load_config(
+    file: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, object] | None = None,
+    overrides_from: str = "flag",
+) -> Effective:
+    """The effective configuration and the origin of each value.
+
+    `overrides` maps dotted names (`node.host_memory`) to values; None stands for "not given". `env` is read
+    instead of the process's own environment. Raises ConfigError.
+    """
+    env = os.environ if env is None else env
+    values: dict[str, object] = {"node.socket": default_socket(env)}
+    origin = dict.fromkeys(SETTINGS, "default")
+
+    def take(name: str, value: object, source: str) -> None:
+        values[name], origin[name] = _parse(_known(name, source), value, source), source
+
+    file = file or env.get(FILE_VARIABLE)
+    if file:
+        for name, value in _read_file(Path(file)).items():
+            take(name, value, f"file {os.fspath(file)}")
+    for name, value in _read_environment(env).items():
+        take(name, value, f"env {variable(name)}")
+    for name, value in (overrides or {}).items():
+        if value is not None:
+            take(name, value, overrides_from)
+
+    def section(name: str) -> dict[str, Any]:
+        mine = [it.name for it in fields(SECTIONS[name]) if f"{name}.{it.name}" in values]
+        return {key: values[f"{name}.{key}"] for key in mine}
+
+    config = Config(
+        NodeConfig(**section("node")), EngineConfig(**section("engine")), LogConfig(**section("log"))
+    )
+    return Effective(config, origin)
+
+
+def engine_config(extra: Mapping[str, object], env: Mapping[str, str] | None = None) -> EngineConfig:
+    """An engine's settings: its `kv_connector_extra_config` over environment and file. Raises ConfigError."""
+    known = [it.name for it in fields(EngineConfig)]
+    for name in extra:
+        if name not in known:
+            raise ConfigError(
+                f"unknown key {name!r} ({EXTRA}); the nearest known key is {nearest(name, known)!r}"
+            )
+    overrides = {f"engine.{name}": value for name, value in extra.items()}
+    return load_config(env=env, overrides=overrides, overrides_from=EXTRA).config.engine
+
+
+def _read_file(path: Path) -> dict[str, object]:
+    try:
+        tree = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(
+            f"configuration file {path}: {error}; check --config and {FILE_VARIABLE}"
+        ) from error
+    found: dict[str, object] = {}
+    for name, table in tree.items():
+        if name not in SECTIONS:
+            near = nearest(name, SECTIONS)
+            raise ConfigError(f"unknown section [{name}] (file {path}); the nearest known one is [{near}]")
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"{name} = {table!r} (file {path}): not a section; write [{name}] and keys below it"
+            )
+        found |= {f"{name}.{key}": value for key, value in table.items()}
+    return found
+
+
+def _read_environment(env: Mapping[str, str]) -> dict[str, object]:
+    names = {variable(name): name for name in SETTINGS}
+    found: dict[str, object] = {}
+    for name, value in sorted(env.items()):
+        if name in names:
+            found[names[name]] = value
+        elif name.startswith(PREFIX) and name != FILE_VARIABLE and not _KUBERNETES.search(name):
+            near = nearest(name, [*names, FILE_VARIABLE])
+            raise ConfigError(f"unknown environment variable {name}; the nearest known one is {near}")
+    return found
+
+
+def _known(name: str, source: str) -> str:
+    if name not in SETTINGS:
+        raise ConfigError(
+            f"unknown key {name} ({source}); the nearest known key is {nearest(name, SETTINGS)}"
+        )
+    return name
+
+
+def _parse(name: str, value: object, source: str) -> object:
+    try:
+        parsed: object = SETTINGS[name].metadata["parse"](value)
+    except ConfigError as error:
+        raise ConfigError(f"{name} = {value!r} ({source}): {error}") from None
+    return parsed
+
+
+def _check(section: str, config: Section) -> None:
+    """Refuse what a reader of text would have refused, for configurations that are built in code."""
+    for it in fields(config):
+        _parse(f"{section}.{it.name}", getattr(config, it.name), "in code")

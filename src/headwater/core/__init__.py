@@ -1,0 +1,1 @@
+"""Decisions only: calls in, values out; no clock, no I/O, no threads."""

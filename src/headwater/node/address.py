@@ -1,0 +1,91 @@
+"""Where a node listens: `unix:/path/to/socket`, and who may own that path."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+
+from headwater.errors import ConfigError
+
+SCHEME = "unix:"
+PATH_BYTES_MAX = 107
+
+
+def socket_path(address: str) -> Path:
+    """The path of a node address; raises ConfigError for anything but an absolute `unix:` path that fits."""
+    if not address.startswith(SCHEME):
+        raise ConfigError(f"node address {address!r}: expected unix:/path/to/socket")
+    path = Path(address[len(SCHEME) :])
+    if not path.is_absolute():
+        raise ConfigError(f"node address {address!r}: the path must be absolute")
+    if len(os.fsencode(path)) > PATH_BYTES_MAX:
+        raise ConfigError(f"node address {address!r}: a socket path has at most {PATH_BYTES_MAX} bytes")
+    return path
+
+
+class Listener:
+    """A listening Unix socket that one node owns: mode 0600, in a private directory, guarded by a lock file."""
+
+    def __init__(self, address: str) -> None:
+        """Bind and listen; raises ConfigError if another node is there or the directory is not private."""
+        self.path = socket_path(address)
+        self._check_directory()
+        self._lock = self._take_lock()
+        self.path.unlink(missing_ok=True)  # ours by the lock: a stale socket of a node that was killed
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        old = os.umask(0o177)
+        try:
+            self.socket.bind(str(self.path))
+        except OSError as error:
+            raise ConfigError(f"node.socket={address}: cannot bind: {error}") from error
+        finally:
+            os.umask(old)
+        self.socket.listen(512)
+
+    def close(self) -> None:
+        """Stop listening and leave nothing behind."""
+        self.socket.close()
+        self.path.unlink(missing_ok=True)
+        self._lock_path.unlink(missing_ok=True)
+        os.close(self._lock)
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path.with_name(self.path.name + ".lock")
+
+    def _check_directory(self) -> None:
+        directory = self.path.parent
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.stat()
+        sticky = bool(found.st_mode & stat.S_ISVTX)
+        if found.st_mode & 0o022 and not sticky:
+            raise ConfigError(f"node.socket: {directory} is writable by others; use a directory of mode 0700")
+        if self.path.is_symlink() or self._lock_path.is_symlink():
+            raise ConfigError(f"node.socket: {self.path} or its lock is a symbolic link; remove it")
+
+    def _take_lock(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        while True:
+            lock = os.open(self._lock_path, flags, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.read(lock, 32).decode("ascii", "replace").strip() or "?"
+                os.close(lock)
+                raise ConfigError(
+                    f"node.socket: another node (pid {owner}) serves {self.path}; stop it or choose another node.socket"
+                ) from None
+            if self._still_there(lock):
+                os.ftruncate(lock, 0)
+                os.write(lock, b"%d\n" % os.getpid())
+                return lock
+            os.close(lock)  # a node that was just stopping removed the file between our open and our lock
+
+    def _still_there(self, lock: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(lock), self._lock_path.stat())
+        except FileNotFoundError:
+            return False

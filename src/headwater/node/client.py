@@ -1,0 +1,313 @@
+"""The client side of a node: a link that calls, and memory that is mapped.
+
+`Link` is one connection with deadlines: it never waits longer than it was told and never retries; after any
+failure it is closed and useless. `Session` is a link with a registered namespace; `Supervisor` keeps one alive in the
+background so that serving never waits for a dead node.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+import headwater
+from headwater.errors import HeadwaterError, ProtocolError, RefusedError, ResourceError, UnavailableError
+from headwater.node.address import socket_path
+from headwater.node.messages import (
+    HEADER_BYTES,
+    PROTOCOL,
+    Clear,
+    Contained,
+    Contains,
+    Done,
+    Ended,
+    Hello,
+    Load,
+    Loaded,
+    Match,
+    Matched,
+    Refused,
+    Register,
+    Registered,
+    Release,
+    Reply,
+    Request,
+    Reserve,
+    Reserved,
+    Status,
+    StatusReply,
+    Welcome,
+    body_bytes,
+    decode_reply,
+    encode,
+    unpack_addresses,
+)
+from headwater.tiers.host import MappedMemory
+from headwater.types import ChunkKey, KVLayout, Loadable, Namespace, Reservation, pack_keys
+
+DESCRIPTORS_MAX = 64
+READ_BYTES = 1 << 16
+
+R = TypeVar("R", bound=Reply)
+
+
+class Link:
+    """One connection to a node. Not thread-safe."""
+
+    def __init__(self, address: str, instance: str, *, maps: bool, connect_s: float, call_s: float) -> None:
+        """Connect and greet; raises UnavailableError, RefusedError, ProtocolError or ResourceError."""
+        self._call_s = self._deadline_s = call_s
+        self._received = bytearray()
+        self._lifeline: int | None = None
+        self.memory: MappedMemory | None = None
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _set_deadline(self._socket, connect_s)
+            self._socket.connect(str(socket_path(address)))
+            self._socket.sendall(encode(Hello(PROTOCOL, headwater.__version__, instance, maps)))
+            self.welcome, descriptors = self._receive_welcome(connect_s, maps)
+            if maps:
+                self._take(descriptors)
+            _set_deadline(self._socket, call_s)
+        except OSError as error:
+            self.close()
+            raise UnavailableError(f"no node at {address}: {error}") from error
+        except HeadwaterError:
+            self.close()
+            raise
+
+    @property
+    def node(self) -> tuple[str, int]:
+        """The node's name and epoch: who it is, whatever its address."""
+        return self.welcome.node, self.welcome.epoch
+
+    def call(self, request: Request, kind: type[R], call_s: float | None = None) -> R:
+        """Send a request and return its reply of the expected kind, within `call_s` seconds.
+
+        Raises RefusedError if the node says no (the link stays usable); UnavailableError or ProtocolError
+        otherwise, after which the link is closed.
+        """
+        try:
+            reply = self._exchange(request, self._call_s if call_s is None else call_s)
+        except OSError as error:
+            self.close()
+            raise UnavailableError(f"the node did not answer {type(request).__name__}: {error}") from error
+        except ProtocolError:
+            self.close()
+            raise
+        if isinstance(reply, kind):
+            return reply
+        if isinstance(reply, Refused):
+            raise RefusedError(reply.field, reply.expected, reply.given, reply.remedy)
+        self.close()
+        raise ProtocolError(f"{type(request).__name__} was answered by {type(reply).__name__}")
+
+    def close(self) -> None:
+        """Close the connection; mapped memory and the lifeline go too."""
+        self._socket.close()
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+
+    # ---- inside ---------------------------------------------------------------------------------------
+
+    def _exchange(self, request: Request, call_s: float) -> Reply:
+        frame = encode(request)
+        if call_s != self._deadline_s:
+            _set_deadline(self._socket, call_s)
+            self._deadline_s = call_s
+        until_s = time.monotonic() + call_s
+        self._socket.sendall(frame)
+        received = self._received
+        while True:
+            if len(received) >= HEADER_BYTES:
+                end = HEADER_BYTES + body_bytes(received)
+                if len(received) >= end:
+                    reply = decode_reply(bytes(received[HEADER_BYTES:end]))
+                    del received[:end]
+                    return reply
+            part = self._socket.recv(READ_BYTES)
+            if not part:
+                raise ConnectionResetError("the node closed the connection")
+            received += part
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"no whole reply within {call_s} s")
+
+    def _receive_welcome(self, connect_s: float, maps: bool) -> tuple[Welcome, list[int]]:
+        part, descriptors, _, _ = socket.recv_fds(self._socket, READ_BYTES, DESCRIPTORS_MAX)
+        try:
+            if not part:
+                raise ConnectionResetError("the node closed the connection during the handshake")
+            if len(part) < HEADER_BYTES or len(part) != HEADER_BYTES + body_bytes(part):
+                raise ProtocolError(f"{len(part)} bytes are not one whole Welcome")
+            reply = decode_reply(part[HEADER_BYTES:])
+            if isinstance(reply, Refused):
+                raise RefusedError(reply.field, reply.expected, reply.given, reply.remedy)
+            if not isinstance(reply, Welcome) or reply.protocol != PROTOCOL:
+                raise ProtocolError("the node did not answer Hello with Welcome")
+            if maps and len(descriptors) != len(reply.segments_bytes) + 1:
+                raise ProtocolError(f"{len(descriptors)} descriptors came for {len(reply.segments_bytes)} segments")
+        except (OSError, HeadwaterError):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        return reply, descriptors
+
+    def _take(self, descriptors: Sequence[int]) -> None:
+        self._lifeline = descriptors[-1]
+        os.set_inheritable(self._lifeline, False)
+        self.memory = MappedMemory(descriptors[:-1], self.welcome.segments_bytes)
+
+
+def _set_deadline(it: socket.socket, seconds: float) -> None:
+    """Kernel time-outs: one system call a read, where Python's own time-outs poll before each."""
+    value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or (0 if seconds >= 1 else 1))
+    it.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    it.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+
+class Session:
+    """A link whose instance has registered its namespace: the verbs of the cache. Not thread-safe."""
+
+    def __init__(self, link: Link, namespace: Namespace, layout: KVLayout) -> None:
+        """Register; raises RefusedError naming both values if the node has other ideas."""
+        self.link, self.layout = link, layout
+        self._space = link.call(Register(namespace, layout), Registered).space
+
+    def match(self, keys: Sequence[ChunkKey], *, counts: bool = True) -> int:
+        """Usable leading chunks; changes nothing. `counts` marks the first time that a request asks."""
+        return self.link.call(Match(self._space, pack_keys(keys), counts), Matched).chunks
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which chunks are held."""
+        return [bool(flag) for flag in self.contains_packed(pack_keys(keys))]
+
+    def contains_packed(self, keys: bytes) -> bytes:
+        """The same for packed keys: one byte a key."""
+        return self.link.call(Contains(self._space, keys), Contained).flags
+
+    def load(self, keys: Sequence[ChunkKey], first: int = 0, shards: Sequence[int] = (0,)) -> Loadable:
+        """Lease the usable prefix from chunk `first` on."""
+        it = self.link.call(Load(self._space, pack_keys(keys), first, tuple(shards)), Loaded)
+        return Loadable(it.ticket, it.chunks, unpack_addresses(it.addresses), it.deadline_s)
+
+    def reserve(
+        self,
+        keys: Sequence[ChunkKey],
+        parent: ChunkKey | None = None,
+        lacking: Sequence[tuple[int, int]] = (),
+        shards: Sequence[int] = (0,),
+    ) -> Reservation:
+        """Slots for the keys that nobody holds yet."""
+        request = Reserve(self._space, parent or b"", pack_keys(keys), tuple(lacking), tuple(shards))
+        it = self.link.call(request, Reserved)
+        return Reservation(it.ticket, it.covered, unpack_addresses(it.addresses), it.deadline_s)
+
+    def done(self, ticket: int, shard: int = 0, failed: Sequence[int] = ()) -> bool:
+        """A shard has finished its copy; False if the ticket had ended before."""
+        return bool(self.link.call(Done(ticket, shard, tuple(failed)), Ended).count)
+
+    def release(self, tickets: Sequence[int]) -> int:
+        """Give tickets up; how many were open."""
+        return self.link.call(Release(tuple(tickets)), Ended).count
+
+    def clear(self) -> int:
+        """Delete every chunk of this namespace that nobody uses; how many."""
+        return self.link.call(Clear(self._space), Ended).count
+
+    def close(self) -> None:
+        """Close the link."""
+        self.link.close()
+
+
+class Supervisor:
+    """Keeps a session open in the background: callers either have one at once or go on without.
+
+    Theory of operation. DOWN: a thread connects, with jittered back-off from 0.1 to 5 s. UP: `session` is
+    there. A caller that meets an UnavailableError or ProtocolError reports it with `lost`, which makes it DOWN
+    again. A RefusedError is final: it needs an operator, is logged once and kept in `refusal`.
+    """
+
+    BACK_OFF_S = (0.1, 5.0)
+
+    def __init__(self, connect: Callable[[], Session], on_refused: Callable[[HeadwaterError], None]) -> None:
+        self._connect, self._on_refused = connect, on_refused
+        self._session: Session | None = None
+        self._wanted = threading.Event()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self.refusal: HeadwaterError | None = None
+        self.connects = 0
+        self._try_once()
+        self._thread = threading.Thread(target=self._run, name="headwater-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def session(self) -> Session | None:
+        """The open session, or None while the node is away. Use it from one thread at a time."""
+        return self._session
+
+    def lost(self, session: Session) -> None:
+        """A call on this session failed: forget it and reconnect in the background."""
+        session.close()
+        with self._lock:
+            if self._session is session:
+                self._session = None
+                self._wanted.set()
+
+    def close(self) -> None:
+        """Stop reconnecting and close the session."""
+        self._closed.set()
+        self._wanted.set()
+        self._thread.join()
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _run(self) -> None:
+        first_s, longest_s = self.BACK_OFF_S
+        while not self._closed.is_set():
+            self._wanted.wait()
+            wait_s = first_s
+            while not self._closed.is_set() and self._session is None and self.refusal is None:
+                if self._try_once():
+                    break
+                self._closed.wait(wait_s * random.uniform(0.5, 1.0))
+                wait_s = min(wait_s * 2, longest_s)
+            self._wanted.clear()
+
+    def _try_once(self) -> bool:
+        try:
+            session = self._connect()
+        except UnavailableError:
+            self._wanted.set()
+            return False
+        except (RefusedError, ProtocolError, ResourceError) as error:
+            self.refusal = error
+            self._on_refused(error)
+            return False
+        with self._lock:
+            self._session = session
+            self.connects += 1
+        return True
+
+
+def fetch_status(address: str, timeout_s: float = 1.0) -> dict[str, object]:
+    """A node's state (see `Node.status`); raises UnavailableError."""
+    link = Link(address, f"status-{os.getpid()}", maps=False, connect_s=timeout_s, call_s=timeout_s)
+    try:
+        state: dict[str, object] = msgspec.json.decode(link.call(Status(), StatusReply).state)
+    finally:
+        link.close()
+    return state

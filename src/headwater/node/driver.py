@@ -1,0 +1,322 @@
+"""The node itself: drives the core with real memory and a real clock, one request at a time.
+
+Not thread-safe on purpose: the server's one event-loop thread is the only caller of `handle`, `expire` and
+`close_instance`. Other threads (metrics) only read sums.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import fields
+
+import msgspec
+
+import headwater
+from headwater.config import NodeConfig
+from headwater.core.cache import Cache, Space
+from headwater.core.eviction import POLICIES
+from headwater.core.pool import Pool
+from headwater.errors import ProtocolError, RefusedError
+from headwater.node.messages import (
+    KEYS_MAX,
+    PROTOCOL,
+    Clear,
+    Contained,
+    Contains,
+    Done,
+    Ended,
+    Hello,
+    Load,
+    Loaded,
+    Match,
+    Matched,
+    Register,
+    Registered,
+    Release,
+    Reply,
+    Request,
+    Reserve,
+    Reserved,
+    Status,
+    StatusReply,
+    Welcome,
+    pack_addresses,
+)
+from headwater.ports import Clock
+from headwater.tiers.host import MappedMemory, create_memory
+from headwater.types import ChunkKey, KVLayout, Namespace, split_keys
+
+SPACES_MAX = 4096
+TICKETS_MAX = 65_536
+SHARDS_MAX = 4096
+
+
+class MonotonicClock:
+    """CLOCK_MONOTONIC: one time for all processes of a host."""
+
+    def now(self) -> float:
+        """See `ports.Clock`."""
+        return time.monotonic()
+
+
+def slab_bytes(config: NodeConfig) -> int:
+    """The configured slab size, or the default for this much memory."""
+    chosen = config.slab or min(256 << 20, max(config.host_memory // 8, 16 << 20))
+    return min(chosen, config.host_memory) // 4096 * 4096
+
+
+class Node:
+    """A host's KV cache: memory, the core that rules it, and who registered what."""
+
+    def __init__(self, config: NodeConfig, clock: Clock | None = None) -> None:
+        """Create the memory; raises ResourceError with the number needed if the host cannot give it."""
+        self.config = config
+        self.clock = clock or MonotonicClock()
+        self.name = uuid.uuid4().hex
+        self.epoch = time.time_ns()
+        size = config.host_memory // 4096 * 4096
+        self.memory: MappedMemory = create_memory(size, config.backing, lock=config.lock_memory)
+        pool = Pool(self.memory.sizes, slab_bytes(config))
+        self.cache = Cache(pool, POLICIES[config.eviction](), config.load_lease_s, config.save_lease_s, self.epoch)
+        self.started_s = self.clock.now()
+        self.draining = False
+        self.prefaulted_bytes = 0
+        self.refused = 0
+        self._spaces: dict[bytes, int] = {}
+        self._instances: dict[str, int] = {}
+        self._stop = threading.Event()
+        self._prefault = threading.Thread(target=self._fault_in, name="headwater-prefault", daemon=True)
+        self._verbs: dict[type[Request], Callable[[str, Request, float], Reply]] = {
+            Register: self._register,
+            Match: self._match,
+            Contains: self._contains,
+            Load: self._load,
+            Reserve: self._reserve,
+            Done: self._done,
+            Release: self._release,
+            Clear: self._clear,
+            Status: self._status,
+        }
+        if config.prefault:
+            self._prefault.start()
+
+    def __repr__(self) -> str:
+        return f"Node({self.name[:8]}, {self.cache!r})"
+
+    def welcome(self, hello: Hello) -> Welcome:
+        """The answer to a client's first frame; raises RefusedError if we cannot understand each other."""
+        if hello.protocol != PROTOCOL:
+            raise RefusedError(
+                "protocol",
+                f"{PROTOCOL} (headwater {headwater.__version__})",
+                f"{hello.protocol} (headwater {hello.version})",
+                "install the same headwater version on both sides",
+            )
+        if not 0 < len(hello.instance) <= 200:
+            raise RefusedError("instance", "1 to 200 characters", f"{len(hello.instance)}", "choose another name")
+        sizes = tuple(self.memory.sizes) if hello.maps else ()
+        return Welcome(PROTOCOL, headwater.__version__, self.name, self.epoch, sizes)
+
+    def handle(self, instance: str, request: Request) -> Reply:
+        """Serve one request of an instance; raises RefusedError or ProtocolError."""
+        verb = self._verbs.get(type(request))
+        if verb is None:
+            raise ProtocolError(f"{type(request).__name__} is not allowed after the handshake")
+        return verb(instance, request, self.clock.now())
+
+    def close_instance(self, instance: str) -> int:
+        """Every process of an instance is gone: everything that it held is free; the number of tickets."""
+        self._instances.pop(instance, None)
+        return self.cache.close(instance)
+
+    def expire(self) -> int:
+        """End what is past its deadline; to be called about once a second."""
+        return self.cache.expire(self.clock.now())
+
+    def close(self) -> None:
+        """Free the memory; nothing may be called afterwards."""
+        self._stop.set()
+        if self._prefault.is_alive():
+            self._prefault.join()
+        self.memory.close()
+
+    # ---- verbs ----------------------------------------------------------------------------------------
+
+    def _register(self, instance: str, request: Request, now: float) -> Reply:
+        assert isinstance(request, Register)
+        namespace, layout = request.namespace, request.layout
+        self._check_layout(namespace, layout)
+        for name, value in self.config.require.items():
+            given = getattr(namespace, name)
+            if given != value:
+                raise RefusedError(f"namespace.{name}", value, given, "this node's node.require admits only the former")
+        known = self._instances.get(instance)
+        if known is not None:
+            self._check_agrees(self.cache.spaces[known], namespace, layout)
+            return Registered(known)
+        root = namespace.root()
+        space = self._spaces.get(root)
+        if space is None:
+            if len(self._spaces) >= SPACES_MAX:
+                raise RefusedError("namespaces", f"at most {SPACES_MAX}", "one more", "start another node")
+            space = self._spaces[root] = self.cache.add_space(namespace, layout)
+        self._instances[instance] = space
+        return Registered(space)
+
+    def _match(self, instance: str, request: Request, now: float) -> Reply:
+        assert isinstance(request, Match)
+        self._space(instance, request.space)
+        keys = _keys(request.keys)
+        chunks = self.cache.match(request.space, keys)
+        if request.counts:
+            self.cache.count_lookup(request.space, len(keys), chunks)
+        return Matched(chunks)
+
+    def _contains(self, instance: str, request: Request, now: float) -> Reply:
+        assert isinstance(request, Contains)
+        self._space(instance, request.space)
+        return Contained(self.cache.contains(request.space, _keys(request.keys)))
+
+    def _load(self, instance: str, request: Request, now: float) -> Reply:
+        assert isinstance(request, Load)
+        space = self._space(instance, request.space)
+        if self.draining or len(self.cache.tickets) >= TICKETS_MAX:
+            return Loaded(0, 0, pack_addresses([()] * len(space.index)), now)
+        keys = _keys(request.keys)
+        shards = _shards(request.shards)
+        it = self.cache.load(instance, request.space, keys, max(request.first, 0), shards, now)
+        return Loaded(it.ticket, it.chunks, pack_addresses(it.addresses), it.deadline_s)
+
+    def _reserve(self, instance: str, request: Request, now: float) -> Reply:
+        assert isinstance(request, Reserve)
+        space = self._space(instance, request.space)
+        if self.draining or len(self.cache.tickets) >= TICKETS_MAX:
+            return Reserved(0, 0, pack_addresses([()] * len(space.index)), now)
+        parent = _keys(request.parent)[0] if request.parent else None
+        shards = _shards(request.shards)
+        if any(shard >= space.layout.shards for shard in shards):
+            raise ProtocolError(f"shards {shards} of a layout with {space.layout.shards}")
+        lacking = frozenset(request.lacking)
+        it = self.cache.reserve(instance, request.space, parent, _keys(request.keys), lacking, shards, now)
+        return Reserved(it.ticket, it.covered, pack_addresses(it.addresses), it.deadline_s)
+
+    def _done(self, instance: str, request: Request, now: float) -> Reply:
+        assert isinstance(request, Done)
+        return Ended(int(self.cache.done(instance, request.ticket, request.shard, request.failed, now)))
+
+    def _release(self, instance: str, request: Request, now: float) -> Reply:
+        assert isinstance(request, Release)
+        return Ended(sum(self.cache.release(instance, ticket) for ticket in request.tickets))
+
+    def _clear(self, instance: str, request: Request, now: float) -> Reply:
+        assert isinstance(request, Clear)
+        self._space(instance, request.space)
+        return Ended(self.cache.clear(request.space))
+
+    def _status(self, instance: str, request: Request, now: float) -> Reply:
+        return StatusReply(msgspec.json.encode(self.status()))
+
+    # ---- inside ---------------------------------------------------------------------------------------
+
+    def _space(self, instance: str, space: int) -> Space:
+        if self._instances.get(instance) != space:
+            raise ProtocolError(f"namespace handle {space} is not this instance's")
+        return self.cache.spaces[space]
+
+    def _check_layout(self, namespace: Namespace, layout: KVLayout) -> None:
+        problem = layout.problem()
+        if problem is not None:
+            raise RefusedError("layout", "a sound layout", problem, "this is a bug in the client")
+        if namespace.groups != layout.fingerprint():
+            raise RefusedError("namespace.groups", layout.fingerprint(), namespace.groups, "they must agree")
+        if layout.shards > SHARDS_MAX:
+            raise RefusedError("layout.shards", f"at most {SHARDS_MAX}", f"{layout.shards}", "use fewer ranks")
+        for group in range(len(layout.groups)):
+            if layout.slot_bytes(group) > self.cache.pool.slab_bytes:
+                raise RefusedError(
+                    "chunk size",
+                    f"at most node.slab={self.cache.pool.slab_bytes} bytes",
+                    f"{layout.slot_bytes(group)} bytes for a chunk of {layout.chunk_tokens} tokens",
+                    "raise node.host_memory or node.slab, or lower engine.chunk_tokens",
+                )
+
+    def _check_agrees(self, space: Space, namespace: Namespace, layout: KVLayout) -> None:
+        for field in fields(Namespace):
+            expected, given = getattr(space.namespace, field.name), getattr(namespace, field.name)
+            if expected != given and field.name != "groups":
+                raise RefusedError(f"namespace.{field.name}", expected, given, "all ranks of an instance must agree")
+        for field in fields(KVLayout):
+            expected, given = getattr(space.layout, field.name), getattr(layout, field.name)
+            if expected != given:
+                raise RefusedError(f"layout.{field.name}", f"{expected}", f"{given}", "all ranks must agree")
+
+    def _fault_in(self) -> None:
+        self.prefaulted_bytes = self.memory.prefault(self._stop)
+
+    def status(self) -> dict[str, object]:
+        """The node's state for people and programs: JSON-able, without keys, salts or tokens."""
+        cache = self.cache
+        pool = cache.pool
+        kinds = [ticket.kind.value for ticket in list(cache.tickets.values())]
+        return {
+            "node": self.name,
+            "version": headwater.__version__,
+            "protocol": PROTOCOL,
+            "epoch": self.epoch,
+            "uptime_s": round(self.clock.now() - self.started_s, 3),
+            "draining": self.draining,
+            "eviction": self.config.eviction,
+            "host": {
+                "capacity_bytes": pool.capacity_bytes,
+                "taken_bytes": pool.taken_bytes,
+                "slab_bytes": pool.slab_bytes,
+                "prefaulted_bytes": self.prefaulted_bytes,
+            },
+            "tickets": {"load": kinds.count("load"), "save": kinds.count("save")},
+            "expired": {"load": cache.expired_loads, "save": cache.expired_saves},
+            "unknown_tickets": cache.unknown_tickets,
+            "refused": self.refused,
+            "namespaces": [_space_status(space) for space in list(cache.spaces)],
+        }
+
+
+def _space_status(space: Space) -> dict[str, object]:
+    namespace = space.namespace
+    return {
+        "model": namespace.model,
+        "kv_dtype": namespace.kv_dtype,
+        "layout": namespace.layout,
+        "parallel": namespace.parallel,
+        "tenant": namespace.tenant,
+        "tier": "host",
+        "chunk_tokens": space.layout.chunk_tokens,
+        "chunk_bytes": sum(space.layout.slot_bytes(group) for group in range(len(space.index))),
+        "replicas": sum(map(len, space.index)),
+        "held_bytes": space.held_bytes,
+        "stored_bytes": space.stored_bytes,
+        "evicted_bytes": space.evicted_bytes,
+        "deleted_bytes": space.deleted_bytes,
+        "stored_chunks": space.stored_chunks,
+        "failed_chunks": space.failed_chunks,
+        "lookup_tokens": space.lookup_tokens,
+        "hit_tokens": space.hit_tokens,
+        "miss_tokens": space.lookup_tokens - space.hit_tokens,
+    }
+
+
+def _keys(packed: bytes) -> list[ChunkKey]:
+    if len(packed) > KEYS_MAX * 16:
+        raise ProtocolError(f"{len(packed) // 16} keys in one call, at most {KEYS_MAX} are allowed")
+    try:
+        return split_keys(packed)
+    except ValueError as error:
+        raise ProtocolError(str(error)) from error
+
+
+def _shards(shards: tuple[int, ...]) -> tuple[int, ...]:
+    if not shards or len(shards) > SHARDS_MAX or len(set(shards)) != len(shards) or min(shards) < 0:
+        raise ProtocolError(f"shards={shards[:8]} must be distinct, not negative, and at least one")
+    return shards

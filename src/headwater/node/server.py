@@ -1,0 +1,324 @@
+"""A node's door: one event loop over a Unix socket.
+
+Theory of operation. A *session* is one connection. It starts with Hello; a client that maps memory gets the
+segments and the write end of a pipe, its *lifeline*. From then on each frame gets one reply, in order. An
+instance (all sessions with one name) is alive while a session or a lifeline of it is open: when the last is
+gone, no process can touch the memory any more, and everything that the instance held is freed at once.
+
+    accept ─► Hello ─► requests … ─► closed by the peer, by a protocol error, by a frame that takes too long
+                └─► lifeline ─► end of file
+
+One bad client costs only itself: lengths are checked before anything is allocated, unfinished frames have a
+deadline, and a client that does not read its replies is not read from.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+from dataclasses import dataclass, field
+
+from headwater.errors import ProtocolError, RefusedError
+from headwater.node.address import Listener
+from headwater.node.driver import Node
+from headwater.node.messages import HEADER_BYTES, Hello, Message, Refused, body_bytes, decode_request, encode
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+FRAME_S = 10.0
+READ_BYTES = 256 << 10
+PENDING_BYTES_MAX = 1 << 20
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One connection: what was read and not yet handled, what was answered and not yet sent."""
+
+    socket: socket.socket
+    instance: str = ""
+    received: bytearray = field(default_factory=bytearray)
+    pending: bytearray = field(default_factory=bytearray)
+    frame_since_s: float = 0.0
+    events: int = select.EPOLLIN
+
+
+class Server:
+    """Serves a Node until `stop`; one thread runs `serve_forever`."""
+
+    def __init__(self, node: Node, address: str | None = None) -> None:
+        """Bind the socket; raises ConfigError if the address is taken or unusable."""
+        self.node = node
+        self.listener = Listener(address or node.config.socket)
+        self.protocol_errors = 0
+        self.calls: dict[str, int] = {}
+        self.call_seconds: dict[str, float] = {}
+        self._sessions: dict[int, Session] = {}
+        self._lifelines: dict[int, str] = {}
+        self._alive: dict[str, int] = {}
+        self._buffer = bytearray(READ_BYTES)
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._stopping = threading.Event()
+        self._epoll = select.epoll()
+        self._epoll.register(self.listener.socket.fileno(), select.EPOLLIN)
+        self._epoll.register(self._wake_read, select.EPOLLIN)
+
+    def __repr__(self) -> str:
+        return f"Server({self.listener.path}, {len(self._sessions)} sessions, {len(self._lifelines)} lifelines)"
+
+    @property
+    def sessions(self) -> int:
+        """Open connections."""
+        return len(self._sessions)
+
+    def stop(self) -> None:
+        """Begin to drain: nothing new is leased or reserved, and the loop ends when nothing is held or after
+        `node.drain_s`. May be called from a signal handler or another thread, and again."""
+        self._stopping.set()
+        try:
+            os.write(self._wake_write, b"x")
+        except BlockingIOError:  # it is awake already
+            return
+
+    def serve_forever(self) -> None:
+        """Serve until stopped; then close all and free the node's memory."""
+        clock = self.node.clock
+        next_tick_s = clock.now() + TICK_S
+        drain_until_s = None
+        try:
+            while True:
+                wait_s = max(next_tick_s - clock.now(), 0.0)
+                for descriptor, events in self._epoll.poll(0.02 if drain_until_s else wait_s):
+                    self._serve(descriptor, events)
+                now = clock.now()
+                if now >= next_tick_s:
+                    next_tick_s = now + TICK_S
+                    self.node.expire()
+                    self._close_slow(now)
+                if self._stopping.is_set():
+                    if drain_until_s is None:
+                        self.node.draining = True
+                        drain_until_s = now + self.node.config.drain_s
+                    if now >= drain_until_s or not self.node.cache.tickets:
+                        return
+        finally:
+            self._close()
+
+    # ---- events ---------------------------------------------------------------------------------------
+
+    def _serve(self, descriptor: int, events: int) -> None:
+        session = self._sessions.get(descriptor)
+        if session is not None:
+            self._serve_session(session, events)
+        elif descriptor == self.listener.socket.fileno():
+            self._accept()
+        elif descriptor in self._lifelines:
+            self._end_lifeline(descriptor)
+        elif descriptor == self._wake_read:
+            os.read(self._wake_read, 64)
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self.listener.socket.accept()
+        except OSError as error:  # the peer is gone again, or we are out of descriptors
+            log.warning("cannot accept a connection: %s", error)
+            return
+        if len(self._sessions) >= self.node.config.max_sessions:
+            log.warning("connection refused: node.max_sessions=%d reached", self.node.config.max_sessions)
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        self._sessions[accepted.fileno()] = Session(accepted, frame_since_s=self.node.clock.now())
+        self._epoll.register(accepted.fileno(), select.EPOLLIN)
+
+    def _serve_session(self, session: Session, events: int) -> None:
+        try:
+            if events & select.EPOLLOUT:
+                self._flush(session)
+            if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+                self._read(session)
+        except ProtocolError as error:
+            self.protocol_errors += 1
+            log.warning("closing a connection of %r: %s", session.instance, error)
+            self._close_session(session)
+        except OSError:  # the peer is gone
+            self._close_session(session)
+
+    def _read(self, session: Session) -> None:
+        try:
+            count = session.socket.recv_into(self._buffer)
+        except BlockingIOError:
+            return
+        if not count:
+            raise ConnectionResetError
+        received = session.received
+        if not received:
+            session.frame_since_s = self.node.clock.now()
+        received += memoryview(self._buffer)[:count]
+        start = 0
+        while len(received) - start >= HEADER_BYTES:
+            size = body_bytes(received[start : start + HEADER_BYTES])
+            end = start + HEADER_BYTES + size
+            if len(received) < end:
+                break
+            self._handle(session, bytes(received[start + HEADER_BYTES : end]))
+            start = end
+        if start:
+            del received[:start]
+            session.frame_since_s = self.node.clock.now()
+
+    def _handle(self, session: Session, body: bytes) -> None:
+        request = decode_request(body)
+        try:
+            if isinstance(request, Hello):
+                self._greet(session, request)
+                return
+            if not session.instance:
+                raise ProtocolError("the first message must be Hello")
+            started_s = self.node.clock.now()
+            reply: Message = self.node.handle(session.instance, request)
+            verb = type(request).__name__
+            self.calls[verb] = self.calls.get(verb, 0) + 1
+            spent_s = self.node.clock.now() - started_s
+            self.call_seconds[verb] = self.call_seconds.get(verb, 0.0) + spent_s
+        except RefusedError as error:
+            self.node.refused += 1
+            reply = Refused(error.field, error.expected, error.given, error.remedy)
+        self._send(session, reply)
+
+    def _greet(self, session: Session, hello: Hello) -> None:
+        if session.instance:
+            raise ProtocolError("a second Hello")
+        welcome = self.node.welcome(hello)
+        session.instance = hello.instance
+        self._hold(hello.instance)
+        if not hello.maps:
+            self._send(session, welcome)
+            return
+        ours, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._lifelines[ours] = hello.instance
+        self._hold(hello.instance)
+        self._epoll.register(ours, select.EPOLLIN)
+        try:
+            frame = encode(welcome)
+            # A fresh connection's buffer is empty: a few hundred bytes always fit.
+            sent = socket.send_fds(session.socket, [frame], [*self.node.memory.descriptors, theirs])
+            if sent != len(frame):
+                raise ConnectionResetError
+        finally:
+            os.close(theirs)
+
+    # ---- sending --------------------------------------------------------------------------------------
+
+    def _send(self, session: Session, message: Message) -> None:
+        frame = encode(message)
+        if not session.pending:
+            try:
+                sent = session.socket.send(frame)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(frame):
+                return
+            del frame[:sent]
+        session.pending += frame
+        self._watch(session)
+
+    def _flush(self, session: Session) -> None:
+        try:
+            sent = session.socket.send(session.pending)
+        except BlockingIOError:
+            return
+        del session.pending[:sent]
+        self._watch(session)
+
+    def _watch(self, session: Session) -> None:
+        """Read only from clients that read our replies."""
+        events = select.EPOLLOUT if session.pending else 0
+        if len(session.pending) < PENDING_BYTES_MAX:
+            events |= select.EPOLLIN
+        if events != session.events:
+            session.events = events
+            self._epoll.modify(session.socket.fileno(), events)
+
+    # ---- ends -----------------------------------------------------------------------------------------
+
+    def _hold(self, instance: str) -> None:
+        self._alive[instance] = self._alive.get(instance, 0) + 1
+
+    def _let_go(self, instance: str) -> None:
+        self._alive[instance] -= 1
+        if not self._alive[instance]:
+            del self._alive[instance]
+            freed = self.node.close_instance(instance)
+            if freed:
+                log.info("instance %r is gone; %d tickets freed", instance, freed)
+
+    def _close_session(self, session: Session) -> None:
+        descriptor = session.socket.fileno()
+        self._epoll.unregister(descriptor)
+        del self._sessions[descriptor]
+        session.socket.close()
+        if session.instance:
+            self._let_go(session.instance)
+
+    def _end_lifeline(self, descriptor: int) -> None:
+        if self._is_open(descriptor):
+            return
+        instance = self._lifelines.pop(descriptor)
+        self._epoll.unregister(descriptor)
+        os.close(descriptor)
+        self._let_go(instance)
+
+    @staticmethod
+    def _is_open(descriptor: int) -> bool:
+        """Whether somebody still holds the other end; bytes that a client wrote are thrown away."""
+        try:
+            return bool(os.read(descriptor, 4096))
+        except BlockingIOError:
+            return True
+
+    def _close_slow(self, now: float) -> None:
+        late = [
+            it
+            for it in self._sessions.values()
+            if now - it.frame_since_s > FRAME_S and (it.received or not it.instance)
+        ]
+        for session in late:
+            self.protocol_errors += 1
+            log.warning("closing a connection of %r: no whole frame within %.0f s", session.instance, FRAME_S)
+            self._close_session(session)
+
+    def _close(self) -> None:
+        for session in list(self._sessions.values()):
+            self._close_session(session)
+        for descriptor in list(self._lifelines):
+            self._epoll.unregister(descriptor)
+            os.close(descriptor)
+        self._lifelines.clear()
+        self._epoll.close()
+        self.listener.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        self.node.close()
+
+
+class EmbeddedServer:
+    """A Node served by a thread of this process: what an engine has when no node is configured."""
+
+    def __init__(self, node: Node, address: str) -> None:
+        self._server = Server(node, address)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="headwater-node", daemon=True)
+        self._thread.start()
+
+    @property
+    def server(self) -> Server:
+        """The server, for its sums."""
+        return self._server
+
+    def close(self) -> None:
+        """Drain and end the thread."""
+        self._server.stop()
+        self._thread.join()

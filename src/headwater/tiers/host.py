@@ -1,0 +1,209 @@
+"""The HOST tier's memory: segments that a node owns and every engine on the host maps.
+
+A segment is a memfd (default) or an unlinked file in a directory on tmpfs or hugetlbfs. Its size is sealed or
+reserved before anybody maps it, so that no reader can meet a SIGBUS later. Nothing has a name that could be
+left behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import resource
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from headwater import _kernels
+from headwater.errors import ResourceError
+from headwater.types import PAGE_BYTES, SEGMENT_SHIFT
+
+PREFAULT_STEP_BYTES = 64 << 20
+SPARE_BYTES = 256 << 20
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class MappedMemory:
+    """Segments mapped into this process; the mapping lasts until `close`."""
+
+    def __init__(self, descriptors: Sequence[int], sizes: Sequence[int]) -> None:
+        """Map the segments read-write; takes ownership of the descriptors. Raises ResourceError."""
+        self._descriptors = list(descriptors)
+        self._maps: list[mmap.mmap] = []
+        self.bases: list[int] = []
+        self.sizes = list(sizes)
+        try:
+            for descriptor, size in zip(descriptors, sizes, strict=True):
+                actual = os.fstat(descriptor).st_size
+                if actual < size:
+                    raise ResourceError(f"segment has {actual} bytes, {size} announced; the node is not ours to use")
+                self._maps.append(mmap.mmap(descriptor, size))
+                self.bases.append(ctypes.addressof(ctypes.c_char.from_buffer(self._maps[-1])))
+        except (OSError, ValueError) as error:
+            self.close()
+            raise ResourceError(f"cannot map {sum(sizes)} bytes of node memory: {error}") from error
+
+    def address(self, place: int) -> int:
+        """The process-local address of a node address."""
+        return self.bases[place >> SEGMENT_SHIFT] + (place & ((1 << SEGMENT_SHIFT) - 1))
+
+    def view(self, place: int, size_bytes: int) -> memoryview:
+        """The bytes at a node address; writes go to the shared memory."""
+        start = place & ((1 << SEGMENT_SHIFT) - 1)
+        return memoryview(self._maps[place >> SEGMENT_SHIFT])[start : start + size_bytes]
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The segments' file descriptors, still owned by this object."""
+        return self._descriptors
+
+    def prefault(self, stop: threading.Event) -> int:
+        """Fault all pages in, in steps, until done or stopped; bytes done. Meant for a thread of its own."""
+        done = 0
+        for base, size in zip(self.bases, self.sizes, strict=True):
+            for offset in range(0, size, PREFAULT_STEP_BYTES):
+                if stop.is_set():
+                    return done
+                step = min(PREFAULT_STEP_BYTES, size - offset)
+                _kernels.touch(base + offset, step)
+                done += step
+        return done
+
+    def advise_huge(self) -> None:
+        """Ask for huge pages; a host that does not allow them for shared memory gives small ones."""
+        for it in self._maps:
+            try:
+                it.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:  # a kernel without transparent huge pages
+                return
+
+    def lock(self) -> None:
+        """Keep the pages in memory; raises ResourceError."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        for base, size in zip(self.bases, self.sizes, strict=True):
+            if libc.mlock(ctypes.c_void_p(base), ctypes.c_size_t(size)):
+                raise ResourceError(f"cannot lock {size} bytes of memory: {os.strerror(ctypes.get_errno())}")
+
+    def close(self) -> None:
+        """Unmap and close; views that are still in use keep their mapping until they are dropped."""
+        for it in self._maps:
+            try:
+                it.close()
+            except BufferError:  # an exported view is alive; its owner unmaps by dropping it
+                continue
+        self._maps.clear()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
+
+def create_memory(size_bytes: int, backing: str, *, lock: bool) -> MappedMemory:
+    """A node's own memory: one segment of `size_bytes` (whole pages), zero-filled, size fixed.
+
+    Raises ResourceError, with the number needed, when the host cannot give that much.
+    """
+    assert size_bytes % PAGE_BYTES == 0, f"size_bytes={size_bytes}"
+    if size_bytes >> SEGMENT_SHIFT:
+        raise ResourceError(f"host_memory={size_bytes} is above the {1 << SEGMENT_SHIFT} bytes of one segment")
+    if lock:
+        _check_memlock(size_bytes)
+    descriptor = _memfd(size_bytes) if backing == "memfd" else _file_in(Path(backing), size_bytes)
+    memory = MappedMemory([descriptor], [size_bytes])
+    memory.advise_huge()
+    if lock:
+        memory.lock()
+    return memory
+
+
+def available_bytes() -> int:
+    """How much memory this process may still take: the host's estimate and every cgroup limit above us."""
+    limits = [_meminfo_available(), *_cgroup_available()]
+    return min(limits)
+
+
+def _memfd(size_bytes: int) -> int:
+    free = available_bytes()
+    if size_bytes + SPARE_BYTES > free:
+        raise ResourceError(
+            f"host_memory needs {size_bytes} bytes and {SPARE_BYTES} to spare, {free} are available; "
+            "lower node.host_memory or raise the memory limit"
+        )
+    descriptor = os.memfd_create("headwater", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size_bytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    return descriptor
+
+
+def _file_in(directory: Path, size_bytes: int) -> int:
+    try:
+        free = os.statvfs(directory)
+        if free.f_bavail * free.f_frsize < size_bytes:
+            raise ResourceError(
+                f"node.backing={directory} has {free.f_bavail * free.f_frsize} bytes free, {size_bytes} are needed; "
+                "enlarge that file system or lower node.host_memory"
+            )
+        descriptor, name = tempfile.mkstemp(prefix="headwater-", dir=directory)
+        os.unlink(name)
+        # Reserving the pages now turns a full file system into an error here instead of a SIGBUS later.
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        raise ResourceError(f"node.backing={directory}: cannot reserve {size_bytes} bytes: {error}") from error
+    return descriptor
+
+
+def _check_memlock(size_bytes: int) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit != resource.RLIM_INFINITY and limit < size_bytes:
+        raise ResourceError(
+            f"node.lock_memory needs RLIMIT_MEMLOCK of {size_bytes} bytes, the limit is {limit}; "
+            f"raise it (ulimit -l {size_bytes // 1024}) or set node.lock_memory=false"
+        )
+
+
+def _meminfo_available() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ResourceError("/proc/meminfo has no MemAvailable; headwater needs Linux 3.14 or newer")
+
+
+def _cgroup_available() -> list[int]:
+    """What the memory cgroups of this process leave (v2 and v1); empty where there are none."""
+    found = []
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit_file, usage_file = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory")
+            limit_file, usage_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        inside = root / path.lstrip("/")
+        for directory in (inside, *inside.parents):
+            limit, usage = _number(directory / limit_file), _number(directory / usage_file)
+            if limit is not None and usage is not None:
+                found.append(max(limit - usage + _reclaimable(directory / "memory.stat"), 0))
+            if directory == root:
+                break
+    return found
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # absent, or the word "max": no limit here
+        return None
+
+
+def _reclaimable(stat: Path) -> int:
+    """Page cache that a cgroup counts as used although it gives way to us."""
+    try:
+        lines = stat.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    sums = dict(line.split() for line in lines)
+    return int(sums.get("total_inactive_file", sums.get("inactive_file", 0)))

@@ -1,0 +1,251 @@
+"""The nouns of headwater: what a KV cache is made of, and nothing that acts.
+
+Plain frozen dataclasses; msgspec sends them over the wire as they are.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import NewType
+
+ChunkKey = NewType("ChunkKey", bytes)
+"""16 bytes that name one chunk: its whole token prefix and everything else that changes its bytes."""
+
+KEY_BYTES = 16
+PAGE_BYTES = 4096
+SEGMENT_SHIFT = 40
+"""An address is `segment << SEGMENT_SHIFT | offset_bytes`: one integer for a place in a node's memory."""
+ABSENT = (1 << 64) - 1
+"""The address that means "no place": a part that was not granted or is not needed."""
+
+
+class Tier(enum.Enum):
+    """Where bytes can be kept, nearest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    REMOTE = "remote"
+
+
+class HitRule(enum.Enum):
+    """Which chunks of a prefix a KV group needs for the prefix to be usable."""
+
+    ALL = "all"
+    """Full attention: every chunk."""
+    WINDOW = "window"
+    """Sliding window: the chunks that cover the last `window_tokens` tokens."""
+    LAST = "last"
+    """Recurrent state: the last chunk only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """`length_bytes` bytes at `offset_bytes` of one registered region of a node."""
+
+    segment: int
+    offset_bytes: int
+    length_bytes: int
+
+    @property
+    def address(self) -> int:
+        """The extent's place as one integer."""
+        return self.segment << SEGMENT_SHIFT | self.offset_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything that changes KV bytes for equal tokens; equal records, and only those, share a cache.
+
+    `model` is a fingerprint of config and weights, not the served name. `layout` names backend, ISA and
+    physical order, `groups` is `KVLayout.fingerprint()`. `adapter` is the content id of a LoRA adapter,
+    `salt` the request's cache salt; both are empty where there is none. Media are part of the chunk keys
+    (see `core.hashing`), so that a text prefix before an image stays shareable.
+    """
+
+    model: str
+    kv_dtype: str
+    layout: str
+    groups: str
+    parallel: str = "tp1.pp1"
+    adapter: str = ""
+    tenant: str = ""
+    salt: str = ""
+
+    def encode(self) -> bytes:
+        """The record as bytes, injectively: every field is tagged with its name and its length."""
+        parts = [b"headwater.namespace.1"]
+        for field in fields(self):
+            value = getattr(self, field.name).encode("utf-8", "surrogatepass")
+            parts.append(b"%s:%d:%s" % (field.name.encode(), len(value), value))
+        return b"\n".join(parts)
+
+    def root(self) -> bytes:
+        """The 32 bytes from which every key chain of this namespace starts."""
+        return hashlib.sha256(self.encode()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """One group of layers that share a block table, seen by one shard.
+
+    `block_bytes` is one block of one layer of one shard. `shard_layers[r]` is the number of layers that
+    shard r holds: tensor-parallel ranks hold all layers of their stage, pipeline stages hold their own.
+    """
+
+    block_tokens: int
+    block_bytes: int
+    shard_layers: tuple[int, ...]
+    rule: HitRule = HitRule.ALL
+    window_tokens: int = 0
+
+
+def align(size_bytes: int) -> int:
+    """`size_bytes` rounded up to whole pages."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """How a chunk of `chunk_tokens` tokens is laid out in memory: a slot for each group, all shards in it.
+
+    A slot is the shards' parts one after another, each starting on a page; a part is layer-major
+    `[layer][block][block_bytes]`. KV that every rank holds alike (MLA) is declared with one shard and
+    written by one rank.
+    """
+
+    chunk_tokens: int
+    groups: tuple[KVGroup, ...]
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that write a part of each chunk."""
+        return len(self.groups[0].shard_layers)
+
+    def blocks_per_chunk(self, group: int) -> int:
+        """Blocks of one chunk in a group."""
+        return self.chunk_tokens // self.groups[group].block_tokens
+
+    def part_bytes(self, group: int, shard: int) -> int:
+        """Bytes of one shard's part of one chunk, without padding."""
+        it = self.groups[group]
+        return it.shard_layers[shard] * self.blocks_per_chunk(group) * it.block_bytes
+
+    def part_offset(self, group: int, shard: int) -> int:
+        """Where a shard's part starts in the slot."""
+        return sum(align(self.part_bytes(group, earlier)) for earlier in range(shard))
+
+    def slot_bytes(self, group: int) -> int:
+        """Bytes of a slot: all shards' parts, whole pages."""
+        return self.part_offset(group, self.shards)
+
+    def layer_stride_bytes(self, group: int) -> int:
+        """Distance between a block's places in consecutive layers of a part."""
+        return self.blocks_per_chunk(group) * self.groups[group].block_bytes
+
+    def fingerprint(self) -> str:
+        """A digest of the layout; two sides with equal fingerprints agree on every offset."""
+        text = [f"chunk={self.chunk_tokens}"]
+        for it in self.groups:
+            layers = ",".join(map(str, it.shard_layers))
+            text.append(f"{it.block_tokens}/{it.block_bytes}/{layers}/{it.rule.value}/{it.window_tokens}")
+        return hashlib.sha256("|".join(text).encode()).hexdigest()[:32]
+
+    def problem(self) -> str | None:
+        """What makes this layout impossible, in words that name the field and the value; None if sound."""
+        if not self.groups:
+            return "layout.groups is empty; a layout needs at least one KV group"
+        for index, it in enumerate(self.groups):
+            where = f"layout.groups[{index}]"
+            if it.block_tokens <= 0 or it.block_bytes <= 0:
+                return f"{where}: block_tokens={it.block_tokens}, block_bytes={it.block_bytes} must be positive"
+            if self.chunk_tokens <= 0 or self.chunk_tokens % it.block_tokens:
+                return f"chunk_tokens={self.chunk_tokens} is not a multiple of {where}.block_tokens={it.block_tokens}"
+            if len(it.shard_layers) != self.shards or not self.shards or min(it.shard_layers) <= 0:
+                return f"{where}.shard_layers={it.shard_layers} must list a positive layer count for each shard"
+            if (it.rule is HitRule.WINDOW) != (it.window_tokens > 0):
+                return f"{where}: window_tokens={it.window_tokens} does not fit rule={it.rule.value}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """One image, audio or video item of a prompt: a content hash and the token positions it fills."""
+
+    identifier: str
+    offset_tokens: int
+    length_tokens: int
+
+
+class TicketKind(enum.Enum):
+    """What a ticket holds: leases on replicas to read, or reserved slots to write."""
+
+    LOAD = "load"
+    SAVE = "save"
+
+
+@dataclass(frozen=True, slots=True)
+class Loadable:
+    """A leased prefix: `addresses[g][i]` is the slot of chunk `first + i` in group g, or ABSENT where the
+    group's hit rule does not need it. `chunks` counts from the start of the prompt. Readers check
+    `deadline_s` (CLOCK_MONOTONIC) after their copy and then say done; `ticket` 0 holds nothing.
+    """
+
+    ticket: int
+    chunks: int
+    addresses: tuple[tuple[int, ...], ...]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Slots to write: `addresses[g][i]` for key i, or ABSENT where it is held already or there is no room.
+
+    The first `covered` keys will all be held once this ticket commits. `ticket` 0 reserved nothing.
+    """
+
+    ticket: int
+    covered: int
+    addresses: tuple[tuple[int, ...], ...]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Replicas became READY in a tier (said after commit, never before)."""
+
+    namespace: int
+    group: int
+    keys: tuple[ChunkKey, ...]
+    tier: Tier
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Replicas left a tier. `reason` is `evicted` or `deleted`."""
+
+    namespace: int
+    group: int
+    keys: tuple[ChunkKey, ...]
+    tier: Tier
+    size_bytes: int
+    reason: str
+
+
+Changed = Stored | Removed
+
+
+def split_keys(packed: bytes) -> list[ChunkKey]:
+    """The keys of a packed run of 16-byte keys; raises ValueError when the length is not a multiple of 16."""
+    if len(packed) % KEY_BYTES:
+        raise ValueError(f"packed keys: {len(packed)} bytes is not a multiple of {KEY_BYTES}")
+    return [ChunkKey(packed[i : i + KEY_BYTES]) for i in range(0, len(packed), KEY_BYTES)]
+
+
+def pack_keys(keys: Iterable[ChunkKey]) -> bytes:
+    """The reverse of `split_keys`."""
+    return b"".join(keys)
