@@ -4,7 +4,7 @@ import sysconfig
 
 from setuptools import Extension, setup
 
-# One wheel serves every CPython from 3.11 on. Free-threaded builds have no limited API, so there it is an ordinary one.
+# One wheel serves every CPython from 3.11 on; free-threaded builds have no limited API and get an ordinary one.
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 setup(
@@ -12,10 +12,11 @@ setup(
         Extension(
             "headwater._kernels._copy",
             sources=["src/headwater/_kernels/_copy.c"],
+            depends=["src/headwater/_kernels/_stream.h"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if LIMITED_API else [],
             extra_compile_args=["-O3", "-std=gnu11"],
             py_limited_api=LIMITED_API,
-            optional=True,  # without a compiler the numpy fallback does the same, slower
+            optional=True,  # without a compiler the fallback does the same, slower
         )
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED_API else {},

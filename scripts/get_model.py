@@ -81,6 +81,8 @@ def main() -> int:
     output = work / "output"
     shutil.rmtree(output, ignore_errors=True)
     convert(weights, output)
+    for path in output.iterdir():
+        path.chmod(0o644)
     about = {"package": PACKAGE, "weights": WEIGHTS, "weights_sha256": WEIGHTS_SHA256, "dtype": "bfloat16"}
     (output / "headwater.json").write_text(json.dumps(about, indent=2) + "\n")
     shutil.rmtree(target, ignore_errors=True)  # without headwater.json it is not one of ours, or not whole

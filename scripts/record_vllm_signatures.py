@@ -171,8 +171,9 @@ def method_of(node: ast.FunctionDef) -> dict[str, Any]:
 def parameters_of(args: ast.arguments) -> list[list[str]]:
     positional = [(it.arg, "POSITIONAL_ONLY") for it in args.posonlyargs]
     positional += [(it.arg, "POSITIONAL_OR_KEYWORD") for it in args.args]
-    missing: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults))
-    found = [with_default(*it, default) for it, default in zip(positional, missing + args.defaults, strict=True)]
+    defaults: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults))
+    defaults += args.defaults
+    found = [with_default(*it, default) for it, default in zip(positional, defaults, strict=True)]
     if args.vararg:
         found.append([args.vararg.arg, "VAR_POSITIONAL"])
     for it, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):

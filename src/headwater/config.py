@@ -122,9 +122,7 @@ class NodeConfig:
     load_lease_s: float = _setting(30.0, parse_duration, "how long a load may take before its lease ends")
     save_lease_s: float = _setting(60.0, parse_duration, "how long a save may take; later it cannot commit")
     drain_s: float = _setting(10.0, parse_duration, "how long SIGTERM waits for running loads and saves")
-    metrics: str = _setting(
-        "127.0.0.1:7480", loopback_address, "loopback address of /metrics and /status, or off"
-    )
+    metrics: str = _setting("127.0.0.1:7480", loopback_address, "loopback address of /metrics and /status, or off")
     backing: str = _setting(
         "memfd", memory_backing, "memfd, or a directory on tmpfs or hugetlbfs that holds the memory"
     )
@@ -178,12 +176,8 @@ class EngineConfig:
     save: bool = _setting(True, truth, "save what this engine computes")
     save_decode: bool = _setting(True, truth, "also save generated tokens, for a conversation's next turn")
     tenant: str = _setting("", text, "who shares with whom: caches of different tenants never meet")
-    copy_threads: int = _setting(
-        1, whole_number(1, 64), "threads that copy between the engine and the node's memory"
-    )
-    min_load_tokens: int = _setting(
-        0, whole_number(0, 1 << 30), "hits shorter than this are computed, not loaded"
-    )
+    copy_threads: int = _setting(1, whole_number(1, 64), "threads that copy between the engine and the node's memory")
+    min_load_tokens: int = _setting(0, whole_number(0, 1 << 30), "hits shorter than this are computed, not loaded")
     fingerprint: str = _setting("", text, "identity of the model's weights; empty = from the model's files")
     connect_s: float = _setting(1.0, parse_duration, "how long connecting to the node may take")
     metadata_s: float = _setting(1.0, parse_duration, "how long a call without bytes may take")
@@ -197,9 +191,7 @@ class EngineConfig:
 class LogConfig:
     """What is logged."""
 
-    level: str = _setting(
-        "info", one_of("debug", "info", "warning", "error"), "debug, info, warning or error"
-    )
+    level: str = _setting("info", one_of("debug", "info", "warning", "error"), "debug, info, warning or error")
 
     def __post_init__(self) -> None:
         _check("log", self)
@@ -279,9 +271,7 @@ def load_config(
         mine = [it.name for it in fields(SECTIONS[name]) if f"{name}.{it.name}" in values]
         return {key: values[f"{name}.{key}"] for key in mine}
 
-    config = Config(
-        NodeConfig(**section("node")), EngineConfig(**section("engine")), LogConfig(**section("log"))
-    )
+    config = Config(NodeConfig(**section("node")), EngineConfig(**section("engine")), LogConfig(**section("log")))
     return Effective(config, origin)
 
 
@@ -290,9 +280,7 @@ def engine_config(extra: Mapping[str, object], env: Mapping[str, str] | None = N
     known = [it.name for it in fields(EngineConfig)]
     for name in extra:
         if name not in known:
-            raise ConfigError(
-                f"unknown key {name!r} ({EXTRA}); the nearest known key is {nearest(name, known)!r}"
-            )
+            raise ConfigError(f"unknown key {name!r} ({EXTRA}); the nearest known key is {nearest(name, known)!r}")
     overrides = {f"engine.{name}": value for name, value in extra.items()}
     return load_config(env=env, overrides=overrides, overrides_from=EXTRA).config.engine
 
@@ -301,18 +289,14 @@ def _read_file(path: Path) -> dict[str, object]:
     try:
         tree = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(
-            f"configuration file {path}: {error}; check --config and {FILE_VARIABLE}"
-        ) from error
+        raise ConfigError(f"configuration file {path}: {error}; check --config and {FILE_VARIABLE}") from error
     found: dict[str, object] = {}
     for name, table in tree.items():
         if name not in SECTIONS:
             near = nearest(name, SECTIONS)
             raise ConfigError(f"unknown section [{name}] (file {path}); the nearest known one is [{near}]")
         if not isinstance(table, dict):
-            raise ConfigError(
-                f"{name} = {table!r} (file {path}): not a section; write [{name}] and keys below it"
-            )
+            raise ConfigError(f"{name} = {table!r} (file {path}): not a section; write [{name}] and keys below it")
         found |= {f"{name}.{key}": value for key, value in table.items()}
     return found
 
@@ -331,9 +315,7 @@ def _read_environment(env: Mapping[str, str]) -> dict[str, object]:
 
 def _known(name: str, source: str) -> str:
     if name not in SETTINGS:
-        raise ConfigError(
-            f"unknown key {name} ({source}); the nearest known key is {nearest(name, SETTINGS)}"
-        )
+        raise ConfigError(f"unknown key {name} ({source}); the nearest known key is {nearest(name, SETTINGS)}")
     return name
 
 
@@ -346,6 +328,7 @@ def _parse(name: str, value: object, source: str) -> object:
 
 
 def _check(section: str, config: Section) -> None:
-    """Refuse what a reader of text would have refused, for configurations that are built in code."""
+    """Read every value once more: a configuration built in code gets the same refusals and the same spelling."""
     for it in fields(config):
-        _parse(f"{section}.{it.name}", getattr(config, it.name), "in code")
+        parsed = _parse(f"{section}.{it.name}", getattr(config, it.name), "in code")
+        object.__setattr__(config, it.name, parsed)

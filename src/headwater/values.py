@@ -58,9 +58,7 @@ def parse_size(value: object) -> int:
         if unit.lower() in _SIZE_UNITS:
             size = int(whole + fraction) * _SIZE_UNITS[unit.lower()] // 10 ** len(fraction)
     if size is None or not 0 <= size <= LARGEST_SIZE:
-        raise ConfigError(
-            "not a size; write a whole number of bytes, or a number and a unit: 512MiB, 4GiB, 0.5g, 4GB"
-        )
+        raise ConfigError("not a size; write a whole number of bytes, or a number and a unit: 512MiB, 4GiB, 0.5g, 4GB")
     return size
 
 
@@ -82,9 +80,7 @@ def parse_duration(value: object) -> float:
     elif isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
         seconds = float(match.group(1)) * _DURATION_UNITS.get(match.group(2).lower(), math.nan)
     if not 0 < seconds <= 86400:
-        raise ConfigError(
-            "not a duration above 0 and up to 24h; write seconds or a number and a unit: 30s, 500ms, 2m"
-        )
+        raise ConfigError("not a duration above 0 and up to 24h; write seconds or a number and a unit: 30s, 500ms, 2m")
     return seconds
 
 
@@ -133,9 +129,7 @@ def socket_address(value: object) -> str:
     address = text(value).strip()
     path = address.removeprefix("unix:")
     if path == address or not path.startswith("/"):
-        raise ConfigError(
-            "not a node's address; write unix: and an absolute path: unix:/run/headwater/node.sock"
-        )
+        raise ConfigError("not a node's address; write unix: and an absolute path: unix:/run/headwater/node.sock")
     if (length := len(os.fsencode(path))) > LONGEST_SOCKET_PATH:
         raise ConfigError(f"the path has {length} bytes, the kernel takes {LONGEST_SOCKET_PATH}; shorten it")
     return address
@@ -194,8 +188,6 @@ def namespace_fields(value: object) -> dict[str, str]:
     known = [it.name for it in fields(Namespace)]
     for name, content in value.items():
         if name not in known:
-            raise ConfigError(
-                f"a Namespace has no field {name!r}; the nearest is {nearest(str(name), known)!r}"
-            )
+            raise ConfigError(f"a Namespace has no field {name!r}; the nearest is {nearest(str(name), known)!r}")
         text(content)
     return dict(value)

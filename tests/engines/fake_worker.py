@@ -64,6 +64,7 @@ class FakeWorker:
         self.shard = self.tp_rank // kv_cache_config.kv_tp_replicas
         self.running: dict[str, Running] = {}
         self.written: set[int] = set()
+        self.spoilt: dict[str, tuple[set[int], str]] = {}
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         self.tensors = allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
         self.pages = {name: tensor.view(torch.int32).numpy() for name, tensor in self.tensors.items()}
@@ -100,12 +101,14 @@ class FakeWorker:
 
     def execute(self, scheduled: SchedulerOutput, loading: set[int]) -> ModelRunnerOutput:
         """One step. `loading` are the blocks that the connector may write to."""
-        self.written = set()
+        self.written, self.spoilt = set(), {}
         with self.as_this_rank():
-            if self.second_runner:
-                output = self.execute_second(scheduled)
-            else:
-                output = self.execute_first(scheduled)
+            output = self.execute_second(scheduled) if self.second_runner else self.execute_first(scheduled)
+        told = output.kv_connector_output
+        failed = told.invalid_block_ids if told is not None else set()
+        for blocks, message in self.spoilt.values():
+            if not blocks <= failed:
+                raise oracle.WrongKV(message)
         self.check_untouched(loading)
         return output
 
@@ -171,15 +174,16 @@ class FakeWorker:
 
     def admit(self, new: Any) -> Running:
         tokens = list(new.prefill_token_ids or new.prompt_token_ids)
-        media = {}
-        for feature in new.mm_features:
-            place = feature.mm_position
-            media |= {place.offset + n: f"{feature.identifier}@{n}" for n in range(place.length)}
-        prefix = oracle.Prefix(tokens, self.identities[new.req_id], media)
+        places = [(it.identifier, it.mm_position.offset, it.mm_position.length) for it in new.mm_features]
+        prefix = oracle.Prefix(tokens, self.identities[new.req_id], oracle.covered(places))
         return Running(prefix, len(new.prompt_token_ids), [list(ids) for ids in new.block_ids])
 
     def forward(self, spans: list[Span]) -> None:
-        """Layer by layer: let the connector wait, write the new positions of all requests, check all that is read."""
+        """Layer by layer: let the connector wait, write the new positions of all requests, check all that is read.
+
+        A request that has read wrong KV computes nonsense, as a model would. That is forgiven in `execute` if the
+        connector says in the same step that just these blocks have failed: the scheduler then drops the result.
+        """
         for layer, tensor in self.tensors.items():
             if self.connector is not None:
                 self.connector.wait_for_layer_load(layer)
@@ -189,6 +193,11 @@ class FakeWorker:
                 self.check(layer, span)
             if self.connector is not None:
                 self.connector.save_kv_layer(layer, tensor, {})
+        for span in spans:
+            if span.request_id in self.spoilt:
+                for layer, pages in self.pages.items():
+                    _, blocks, offsets = self.places(layer, span.request, span.start, span.end)
+                    pages[blocks, :, offsets, :] = oracle.POISON
 
     def places(self, layer: str, request: Running, start: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Positions, and the block and the place in it of each."""
@@ -216,11 +225,13 @@ class FakeWorker:
         wrong = (found != expected).any(axis=(1, 2)) | (blocks == NULL_BLOCK)
         if wrong.any():
             n = int(wrong.argmax())
-            raise oracle.WrongKV(
+            spoilt, message = self.spoilt.get(span.request_id, (set(), ""))
+            message = message or (
                 f"request {span.request_id} computing [{span.start}, {span.end}) reads wrong KV at {int(wrong.sum())} "
                 f"positions, the first is {positions[n]} in block {blocks[n]}, layer {layer}, rank "
                 f"{self.config.parallel_config.rank}: {oracle.describe(found[n])}"
             )
+            self.spoilt[span.request_id] = (spoilt | set(blocks[wrong].tolist()), message)
 
     def expected(self, layer: str, request: Running, start: int, end: int) -> oracle.Ints:
         _, heads, _, channels = self.pages[layer].shape
@@ -231,7 +242,8 @@ class FakeWorker:
         for span in spans:
             prefix = span.request.prefix
             ready = span.end == len(prefix.tokens)
-            sampled.append([prefix.next_token()] if ready else [])
+            token = oracle.NONSENSE if span.request_id in self.spoilt else prefix.next_token()
+            sampled.append([token] if ready else [])
             prefix.tokens.extend(sampled[-1])
         ids = [span.request_id for span in spans]
         return ModelRunnerOutput(

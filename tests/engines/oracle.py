@@ -6,7 +6,7 @@ a stale or half-written block is recognised by comparing.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,9 @@ MASK = (1 << 64) - 1
 VOCABULARY = 1000
 POISON = 0x7FBADBAD
 """Fills pages that nobody has written; no value of the fake model equals it."""
+
+NONSENSE = 1
+"""What the fake model samples after reading wrong KV, and never else."""
 
 Ints = NDArray[np.int32]
 
@@ -57,9 +60,25 @@ class Prefix:
         return 3 + int(self.digest(len(self.tokens))[-1] >> np.uint64(20)) % (VOCABULARY - 3)
 
 
-def continuation(tokens: Sequence[int], count: int, identity: str = "", media: dict[int, str] | None = None) -> list[int]:
+def identity(adapter: str = "", salt: str | None = None) -> str:
+    """The oracle's name for what else than tokens a request's KV may not be shared across."""
+    return f"{adapter}/{salt or ''}"
+
+
+def covered(media: Iterable[tuple[str, int, int]]) -> dict[int, str]:
+    """What each position of some (identifier, offset, length) items shows."""
+    return {offset + n: f"{it}@{n}" for it, offset, length in media for n in range(length)}
+
+
+def continuation(
+    tokens: Sequence[int],
+    count: int,
+    adapter: str = "",
+    salt: str | None = None,
+    media: Iterable[tuple[str, int, int]] = (),
+) -> list[int]:
     """The `count` tokens that the fake model generates after a prompt."""
-    prefix = Prefix(list(tokens), identity, media or {})
+    prefix = Prefix(list(tokens), identity(adapter, salt), covered(media))
     for _ in range(count):
         prefix.tokens.append(prefix.next_token())
     return prefix.tokens[len(tokens) :]

@@ -136,12 +136,12 @@ def make_method(name: str, method: dict[str, Any]) -> Any:
     function: Any = stub(name)
     if method["abstract"]:
         function = abc.abstractmethod(function)
-    decorators = {"method": lambda it: it, "property": property, "classmethod": classmethod, "staticmethod": staticmethod}
-    return decorators[method["kind"]](function)
+    decorators: dict[str, Any] = {"property": property, "classmethod": classmethod, "staticmethod": staticmethod}
+    return decorators.get(method["kind"], lambda it: it)(function)
 
 
 def make_init(recorded: dict[str, Any]) -> Callable[..., None]:
-    """An `__init__` that keeps each argument under the recorded attribute of the same name, and sets the rest to None."""
+    """An `__init__` that keeps each argument as the recorded attribute of that name, and sets the others to None."""
     signature = inspect.Signature(parameters(recorded["methods"]["__init__"]))
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,24 +1,24 @@
-"""Lists of copies between addresses of this process, in C where it was built, else in numpy with identical results.
+"""Lists of copies between addresses of this process: in C where that was built, else by libc through ctypes.
 
 copyv(targets, sources, lengths)
-    Copies `lengths[k]` bytes from address `sources[k]` to address `targets[k]`, for every k.
+    For every k, copies `lengths[k]` bytes from address `sources[k]` to address `targets[k]`.
 gather(bases, blocks, places, *, block_bytes, stride_bytes, layer_stride_bytes)
-    For every layer l and every i copies the `block_bytes` bytes of a page at `bases[l] + blocks[i] * stride_bytes`
-    to `places[i] + l * layer_stride_bytes`. `places[i]` is where layer 0 of block i belongs, so one call serves a
+    For every layer l and every i, copies `block_bytes` bytes from `bases[l] + blocks[i] * stride_bytes` to
+    `places[i] + l * layer_stride_bytes`. `places[i]` is where layer 0 of block i belongs, so one call serves a
     whole request: several chunks at several places, or only some blocks of a chunk.
 scatter(bases, blocks, places, *, block_bytes, stride_bytes, layer_stride_bytes)
     The exact reverse of `gather` with the same arguments.
 touch(address, length)
-    Has the pages of a range present and writable, without changing a byte of it even while others write there.
-    OSError if they cannot be had (full tmpfs, unmapped or read-only range); what was populated until then stays.
+    Has the pages of a range present and writable, changing no byte even while others write there. OSError if
+    they cannot be had (tmpfs full, range unmapped or read-only); what was populated until then stays.
 
-Arrays are 1-D, contiguous and native: uint64, but `blocks` int64. They must not change during a call, nothing that is
-written may overlap anything else of the same call, and the memory stays the caller's. The GIL is released while bytes
-move (in numpy: for each piece). When a call returns, every byte is visible to whoever is told so afterwards.
+Arrays are 1-D, contiguous, native uint64, only `blocks` int64. They must not change during a call; nothing that is
+written may overlap anything else of the same call; the memory stays the caller's. The GIL is released while bytes
+move (by libc: for each piece). When a call returns, whoever is told so afterwards sees every byte.
 
-Arguments that cannot be right (another type; unequal array lengths, a negative block, a stride below `block_bytes`, a
-piece that leaves the address space) raise TypeError or ValueError before any byte is copied. Whether an address is
-mapped is not checked: that is what leases are for.
+Arguments that cannot be right (a wrong type; unequal array lengths, a negative block, a stride below `block_bytes`,
+a piece that leaves the address space) raise TypeError or ValueError before any byte is copied. Whether an address
+is mapped is not checked: that is what leases are for.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Kernels:
 
 
 def load(native: bool, isa: str | None = None) -> Kernels:
-    """The C implementation for one of ISAS (the first is the machine's best), or the numpy one.
+    """The C implementation for one of ISAS (the first is the machine's best), or the one without C.
 
     Raises ConfigError where the C extension was not built.
     """
     if not native:
-        return Kernels(False, "numpy", fallback.copyv, fallback.gather, fallback.scatter, fallback.touch)
+        return Kernels(False, "libc", fallback.copyv, fallback.gather, fallback.scatter, fallback.touch)
     if not ISAS:
-        raise ConfigError("native copies: not built; install a C compiler and headwater again, or allow numpy")
+        raise ConfigError("native copies: not built; install headwater again with a C compiler, or allow others")
     name = isa or ISAS[0]
     if name not in ISAS:
         raise ConfigError(f"instruction set {name!r}: not on this machine, which has {', '.join(ISAS)}")

@@ -1,133 +1,44 @@
-/* headwater._kernels._copy: lists of copies between addresses, with the GIL released.
+/* headwater._kernels._copy: lists of copies between addresses of this process, with the GIL released.
  *
  * A call is checked whole, then run whole.  Checking reads the arguments and raises; running touches memory and
  * cannot fail.  A refused call has therefore copied nothing.
  *
- *   copyv     piece k             targets[k]                     <- sources[k]                       lengths[k] bytes
- *   gather    piece (layer, i)    places[i] + layer*layer_stride  <- bases[layer] + blocks[i]*stride  block_bytes
+ *   copyv     piece k           targets[k]                      <- sources[k]                       lengths[k]
+ *   gather    piece (layer, i)  places[i] + layer*layer_stride  <- bases[layer] + blocks[i]*stride  block_bytes
  *   scatter   the same pieces with the two sides exchanged
  *
- * Bytes that come to STREAM_MIN_BYTES or more are written with non-temporal stores: an ordinary store first reads the
- * line that it overwrites, a third of all traffic, and leaves in the cache what this core will not read again.
- *
- * Plain CPython limited API of 3.11.  What the module knows (the best instruction set of this machine) is in its module state.
+ * Plain CPython limited API of 3.11.  All that is kept is in the module state: the best instruction set here.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <errno.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "_stream.h"
+
 #if UINTPTR_MAX != UINT64_MAX
 #error "addresses are 64 bits wide here"
-#endif
-#if defined(__x86_64__)
-#include <immintrin.h>
 #endif
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
 
-#define ADDRESS_END (UINT64_C(1) << 63)          /* user addresses are below it, so sums of two never wrap */
-#define STREAM_MIN_BYTES (UINT64_C(256) << 10)   /* of a whole call: half of a small L2 */
-#define STREAM_MIN_PIECE UINT64_C(512)           /* shorter pieces are mostly head and tail */
-#define LINE 64
-#define NEXT_LEAD 8192                           /* bytes left of a piece when the next is prefetched: two pages */
-#define NEXT_LINES 4
+#define ADDRESS_END (UINT64_C(1) << 63)        /* user addresses are below it, so sums of two never wrap */
+#define STREAM_MIN_BYTES (UINT64_C(256) << 10) /* of a whole call: less may be read again at once */
+#define STREAM_MIN_PIECE UINT64_C(1024)        /* shorter pieces are mostly head and tail */
 
-/* ---- one piece ------------------------------------------------------------------------------------------------ */
-
-typedef void (*stream_fn)(char *target, const char *source, size_t length, const char *next);
-
-static void stream_plain(char *target, const char *source, size_t length, const char *next) {
-    (void)next;
-    memcpy(target, source, length);
-}
-
-#if defined(__x86_64__)
-
-/* Copies 8 vectors a turn for as long as that leaves at least FLOOR bytes. */
-#define COPY_DOWN_TO(FLOOR, VECTOR, LOAD, STORE)                                                                      \
-    while (left >= (FLOOR) + 8 * sizeof(VECTOR)) {                                                                    \
-        VECTOR v[8];                                                                                                  \
-        _Pragma("GCC unroll 8") for (size_t i = 0; i < 8; i++)                                                        \
-            v[i] = LOAD((const void *)(source + i * sizeof(VECTOR)));                                                 \
-        _Pragma("GCC unroll 8") for (size_t i = 0; i < 8; i++)                                                        \
-            STORE((void *)(target + i * sizeof(VECTOR)), v[i]);                                                       \
-        target += 8 * sizeof(VECTOR), source += 8 * sizeof(VECTOR), left -= 8 * sizeof(VECTOR);                       \
-    }
-
-/* A stream_fn for one instruction set.  Non-temporal stores pay only in whole aligned lines, so the head up to the
- * first line of the target and the tail after its last are ordinary copies.  Within a piece the hardware prefetcher
- * beats any software prefetch that was tried, but it cannot guess where the next piece begins: so two pages before the
- * end, the first lines of `next` are fetched, and with them their address translation. */
-#define DEFINE_STREAM(NAME, ISA, VECTOR, LOAD, STORE)                                                                 \
-    __attribute__((target(ISA))) static void NAME(char *target, const char *source, size_t length,                    \
-                                                  const char *next) {                                                 \
-        size_t head = -(uintptr_t)target % LINE, left = length - head;                                                \
-        memcpy(target, source, head);                                                                                 \
-        target += head, source += head;                                                                               \
-        COPY_DOWN_TO(NEXT_LEAD, VECTOR, LOAD, STORE)                                                                  \
-        for (size_t i = 0; next && i < NEXT_LINES; i++)                                                               \
-            _mm_prefetch(next + i * LINE, _MM_HINT_T0);                                                               \
-        COPY_DOWN_TO(0, VECTOR, LOAD, STORE)                                                                          \
-        for (; left >= LINE; target += LINE, source += LINE, left -= LINE)                                            \
-            for (size_t i = 0; i < LINE; i += sizeof(VECTOR))                                                         \
-                STORE((void *)(target + i), LOAD((const void *)(source + i)));                                        \
-        memcpy(target, source, left);                                                                                 \
-    }
-
-DEFINE_STREAM(stream_sse2, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128)
-DEFINE_STREAM(stream_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
-DEFINE_STREAM(stream_avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512)
-
-static void stream_end(void) {
-    _mm_sfence(); /* before anybody is told that the bytes are there */
-}
-
-#else
-
-static void stream_end(void) {}
-
-#endif
-
-/* ---- instruction sets, best first ------------------------------------------------------------------------------ */
-
-typedef struct {
-    const char *name;
-    stream_fn stream;
-} isa_t;
-
-static const isa_t ISAS[] = {
-#if defined(__x86_64__)
-    {"avx512", stream_avx512}, {"avx2", stream_avx2}, {"sse2", stream_sse2},
-#endif
-    {"plain", stream_plain},
-};
-#define ISA_COUNT (sizeof ISAS / sizeof *ISAS)
-
-static bool machine_has(const isa_t *isa) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (isa->stream == stream_avx512)
-        return __builtin_cpu_supports("avx512f");
-    if (isa->stream == stream_avx2)
-        return __builtin_cpu_supports("avx2");
-#endif
-    (void)isa;
-    return true; /* sse2 is part of x86-64 */
-}
+/* ---- instruction sets ----------------------------------------------------------------------------------- */
 
 typedef struct {
     const isa_t *best;
 } state_t;
 
-/* The instruction set called `name`, the machine's best for NULL; NULL with ValueError for one that is not here. */
+/* The instruction set called `name`, the best for NULL; NULL and ValueError for one that is not here. */
 static const isa_t *isa_find(PyObject *module, const char *name) {
     if (!name)
         return ((state_t *)PyModule_GetState(module))->best;
@@ -138,7 +49,7 @@ static const isa_t *isa_find(PyObject *module, const char *name) {
     return NULL;
 }
 
-/* ---- plans: a checked request, and its pieces ------------------------------------------------------------------ */
+/* ---- plans: a checked request, and its pieces ----------------------------------------------------------- */
 
 typedef struct {
     char *target;
@@ -159,12 +70,13 @@ static piece_t copyv_piece(const plan_t *p, uint64_t k) {
     return (piece_t){(char *)p->targets[k], (const char *)p->sources[k], p->lengths[k]};
 }
 
-/* Layer by layer: the packed side is then walked in the order of its addresses, which is what its DRAM rows, its page
- * tables and, when it is read, the hardware prefetcher like best.  The paged side is scattered in either order. */
+/* Layer by layer: the packed side is then walked in the order of its addresses, which is what its DRAM rows, its
+ * page tables and, when it is read, the hardware prefetcher like best.  The paged side is scattered either way. */
 static piece_t gather_piece(const plan_t *p, uint64_t k) {
     uint64_t layer = k / p->block_count, i = k % p->block_count;
     return (piece_t){(char *)(p->places[i] + layer * p->layer_stride_bytes),
-                     (const char *)(p->bases[layer] + (uint64_t)p->blocks[i] * p->stride_bytes), p->block_bytes};
+                     (const char *)(p->bases[layer] + (uint64_t)p->blocks[i] * p->stride_bytes),
+                     p->block_bytes};
 }
 
 static piece_t scatter_piece(const plan_t *p, uint64_t k) {
@@ -178,7 +90,7 @@ static void plan_run(const plan_t *plan, stream_fn stream) {
     piece_t piece = plan->pieces ? plan->piece(plan, 0) : (piece_t){0};
     for (uint64_t k = 0; k < plan->pieces; k++) {
         piece_t next = k + 1 < plan->pieces ? plan->piece(plan, k + 1) : (piece_t){0};
-        bool adjacent = next.source == piece.source + piece.length; /* then the hardware is already on its way */
+        bool adjacent = next.source == piece.source + piece.length; /* the hardware is on its way */
         if (piece.length < STREAM_MIN_PIECE)
             memcpy(piece.target, piece.source, piece.length);
         else
@@ -195,7 +107,7 @@ static PyObject *plan_run_without_gil(const plan_t *plan, const isa_t *isa) {
     Py_RETURN_NONE;
 }
 
-/* ---- arguments ------------------------------------------------------------------------------------------------- */
+/* ---- arguments ------------------------------------------------------------------------------------------ */
 
 /* A borrowed 1-D, contiguous, aligned array of native 8-byte integers: 'Q' unsigned, 'q' signed. */
 static bool array_get(PyObject *object, const char *name, char kind, Py_buffer *view) {
@@ -204,12 +116,12 @@ static bool array_get(PyObject *object, const char *name, char kind, Py_buffer *
     const char *format = view->format ? view->format : "B";
     bool native = strlen(format) == 1 && view->itemsize == 8;
     if (!native || !strchr(kind == 'Q' ? "QL" : "ql", *format))
-        PyErr_Format(PyExc_TypeError, "%s: want %s, got format %s", name, kind == 'Q' ? "uint64" : "int64", format);
+        PyErr_Format(PyExc_TypeError, "%s: want format %c, got %s", name, kind, format);
     else if (view->ndim != 1)
         PyErr_Format(PyExc_ValueError, "%s: want 1 dimension, got %d", name, view->ndim);
     else if (view->shape[0] > 1 && view->strides[0] != 8)
         PyErr_Format(PyExc_ValueError, "%s: not contiguous", name);
-    else if ((uintptr_t)view->buf % 8)
+    else if (view->shape[0] && (uintptr_t)view->buf % 8) /* nowhere is a fine place for nothing */
         PyErr_Format(PyExc_ValueError, "%s: not aligned", name);
     else
         return true;
@@ -286,18 +198,18 @@ static bool paged_check(plan_t *p) {
         paged_bytes = packed_bytes = UINT64_MAX;
     for (uint64_t layer = 0; layer < p->layer_count; layer++)
         if (!range_fits(p->bases[layer], paged_bytes)) {
-            PyErr_Format(PyExc_ValueError, "bases[%llu]: blocks outside of the address space", (unsigned long long)layer);
+            PyErr_Format(PyExc_ValueError, "bases[%llu]: outside of the address space", (unsigned long long)layer);
             return false;
         }
     for (uint64_t i = 0; i < p->block_count; i++)
         if (!range_fits(p->places[i], packed_bytes)) {
-            PyErr_Format(PyExc_ValueError, "places[%llu]: layers outside of the address space", (unsigned long long)i);
+            PyErr_Format(PyExc_ValueError, "places[%llu]: outside of the address space", (unsigned long long)i);
             return false;
         }
     return true;
 }
 
-/* ---- Python ---------------------------------------------------------------------------------------------------- */
+/* ---- Python --------------------------------------------------------------------------------------------- */
 
 static PyObject *copyv(PyObject *module, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"targets", "sources", "lengths", "isa", NULL};
@@ -305,8 +217,8 @@ static PyObject *copyv(PyObject *module, PyObject *args, PyObject *kwargs) {
     Py_buffer views[3];
     const char *isa_name = NULL;
     int held = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|$z:copyv", names, &objects[0], &objects[1], &objects[2],
-                                     &isa_name))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|$z:copyv", names, &objects[0], &objects[1],
+                                     &objects[2], &isa_name))
         return NULL;
     const isa_t *isa = isa_find(module, isa_name);
     if (!isa)
@@ -329,7 +241,8 @@ done:
 }
 
 static PyObject *paged(PyObject *module, PyObject *args, PyObject *kwargs, plan_t plan) {
-    static char *names[] = {"bases", "blocks", "places", "block_bytes", "stride_bytes", "layer_stride_bytes", "isa", NULL};
+    static char *names[] = {"bases",        "blocks",             "places", "block_bytes",
+                            "stride_bytes", "layer_stride_bytes", "isa",    NULL};
     static const char kinds[] = {'Q', 'q', 'Q'};
     PyObject *objects[3], *numbers[3] = {NULL, NULL, NULL}, *result = NULL;
     Py_buffer views[3];
@@ -371,19 +284,22 @@ static PyObject *scatter(PyObject *module, PyObject *args, PyObject *kwargs) {
     return paged(module, args, kwargs, (plan_t){.piece = scatter_piece});
 }
 
-/* Writes a byte of each page without changing it, also while others write there. */
+/* Writes a byte of each page without changing it, even while others write there. */
 static void touch_pages(uint64_t start, uint64_t end, uint64_t page_bytes) {
     for (uint64_t page = start; page < end; page += page_bytes)
         __atomic_fetch_or((volatile unsigned char *)page, 0, __ATOMIC_RELAXED);
 }
 
-static PyObject *touch(PyObject *module, PyObject *args) {
+/* populate=False is the way of kernels before 5.14, so that it can be tested on newer ones. */
+static PyObject *touch(PyObject *module, PyObject *args, PyObject *kwargs) {
     (void)module;
+    static char *names[] = {"address", "length", "populate", NULL};
     PyObject *objects[2];
     uint64_t address, length;
-    int failed = 0;
-    if (!PyArg_ParseTuple(args, "OO:touch", &objects[0], &objects[1]) ||
-        !number_get(objects[0], "address", 0, &address) || !number_get(objects[1], "length", 0, &length))
+    int populate = 1, failed = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$p:touch", names, &objects[0], &objects[1],
+                                     &populate) ||
+        !number_get(objects[0], names[0], 0, &address) || !number_get(objects[1], names[1], 0, &length))
         return NULL;
     if (!length)
         Py_RETURN_NONE;
@@ -392,18 +308,17 @@ static PyObject *touch(PyObject *module, PyObject *args) {
         return NULL;
     }
     uint64_t page_bytes = (uint64_t)sysconf(_SC_PAGESIZE);
-    uint64_t start = address & ~(page_bytes - 1), end = (address + length + page_bytes - 1) & ~(page_bytes - 1);
+    uint64_t start = address / page_bytes * page_bytes;
+    uint64_t end = (address + length + page_bytes - 1) / page_bytes * page_bytes;
     Py_BEGIN_ALLOW_THREADS
-    /* Of no bytes it succeeds exactly where the kernel has it; then a failure says that these pages cannot be had
-     * (ENOMEM, EFAULT), and touching them would end the process with SIGBUS or SIGSEGV. */
-    if (madvise(NULL, 0, MADV_POPULATE_WRITE) == 0)
+    /* Of no bytes it succeeds exactly where the kernel has it.  There a failure means that these pages cannot
+     * be had, and touching them one by one would end the process with SIGBUS or SIGSEGV. */
+    if (populate && madvise(NULL, 0, MADV_POPULATE_WRITE) == 0)
         failed = madvise((void *)start, end - start, MADV_POPULATE_WRITE);
     else
         touch_pages(start, end, page_bytes);
     Py_END_ALLOW_THREADS
-    if (failed)
-        return PyErr_SetFromErrno(PyExc_OSError);
-    Py_RETURN_NONE;
+    return failed ? PyErr_SetFromErrno(PyExc_OSError) : Py_NewRef(Py_None);
 }
 
 static int module_exec(PyObject *module) {
@@ -429,7 +344,7 @@ static PyMethodDef METHODS[] = {
     {"copyv", (PyCFunction)(void (*)(void))copyv, METH_VARARGS | METH_KEYWORDS, NULL},
     {"gather", (PyCFunction)(void (*)(void))gather, METH_VARARGS | METH_KEYWORDS, NULL},
     {"scatter", (PyCFunction)(void (*)(void))scatter, METH_VARARGS | METH_KEYWORDS, NULL},
-    {"touch", touch, METH_VARARGS, NULL},
+    {"touch", (PyCFunction)(void (*)(void))touch, METH_VARARGS | METH_KEYWORDS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -441,7 +356,7 @@ static PyModuleDef_Slot SLOTS[] = {
 static PyModuleDef MODULE = {
     PyModuleDef_HEAD_INIT,
     .m_name = "headwater._kernels._copy",
-    .m_doc = "Lists of copies between addresses, with the GIL released; the contracts are in headwater._kernels.",
+    .m_doc = "Copies between addresses with the GIL released; the contracts are in headwater._kernels.",
     .m_size = sizeof(state_t),
     .m_methods = METHODS,
     .m_slots = SLOTS,

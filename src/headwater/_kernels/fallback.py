@@ -1,4 +1,4 @@
-"""The copies without the C extension: checked by numpy, moved piece by piece by libc's memmove, which drops the GIL."""
+"""The copies without the C extension: checked here, moved piece by piece by libc, without the GIL."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import operator
 import os
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,11 +67,11 @@ def scatter(
         ctypes.memmove(target, source, block_bytes)
 
 
-def touch(address: int, length: int) -> None:
+def touch(address: int, length: int, *, populate: bool = True) -> None:
     """See `headwater._kernels`.
 
-    Where the kernel cannot populate (before 5.14) a read of every page stands in for the write: nothing here can
-    write a byte back without racing, and reading is enough for a shared mapping to have its memory.
+    Kernels before 5.14 cannot populate. There (and with `populate=False`, for tests) a page is read, not
+    written: nothing in Python can write a byte back without a race, and a shared mapping has its memory then.
     """
     address, length = _number(address, "address", 0), _number(length, "length", 0)
     if not length:
@@ -79,7 +80,7 @@ def touch(address: int, length: int) -> None:
         raise ValueError("touch: outside of the address space")
     start = address - address % mmap.PAGESIZE
     end = address + length + -(address + length) % mmap.PAGESIZE
-    if _libc.madvise(None, 0, _MADV_POPULATE_WRITE) == 0:
+    if populate and _libc.madvise(None, 0, _MADV_POPULATE_WRITE) == 0:
         if _libc.madvise(start, end - start, _MADV_POPULATE_WRITE) != 0:
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))
@@ -95,7 +96,8 @@ def _pieces(
     block = _number(block, "block_bytes", 1)
     stride = _number(stride, "stride_bytes", 1)
     layer_stride = _number(layer_stride, "layer_stride_bytes", 1)
-    base, page, place = _array(bases, "bases", "QL"), _array(blocks, "blocks", "ql"), _array(places, "places", "QL")
+    base, page = _array(bases, "bases", "QL"), _array(blocks, "blocks", "ql")
+    place = _array(places, "places", "QL")
     if len(page) != len(place):
         raise ValueError("blocks and places: not equally long")
     if min(stride, layer_stride) < block:
@@ -117,7 +119,7 @@ def _pieces(
     return (base[:, None] + offsets).ravel().tolist(), (layers[:, None] + place).ravel().tolist()
 
 
-def _array(array: npt.NDArray[np.uint64 | np.int64], name: str, formats: str) -> npt.NDArray[np.uint64]:
+def _array(array: Any, name: str, formats: str) -> npt.NDArray[np.uint64]:
     view = memoryview(array)
     if view.itemsize != 8 or view.format not in tuple(formats):
         raise TypeError(f"{name}: want format {formats[0]}, got {view.format}")

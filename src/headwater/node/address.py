@@ -32,18 +32,21 @@ class Listener:
     def __init__(self, address: str) -> None:
         """Bind and listen; raises ConfigError if another node is there or the directory is not private."""
         self.path = socket_path(address)
-        self._check_directory()
-        self._lock = self._take_lock()
-        self.path.unlink(missing_ok=True)  # ours by the lock: a stale socket of a node that was killed
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        old = os.umask(0o177)
         try:
-            self.socket.bind(str(self.path))
+            self._check_directory()
+            self._lock = self._take_lock()
         except OSError as error:
+            raise ConfigError(f"node.socket={address}: {error}; choose a path in a directory of your own") from error
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            self.path.unlink(missing_ok=True)  # ours by the lock: a stale socket of a node that was killed
+            # The mode of the file to be: set before it exists, and without a umask that other threads would meet.
+            os.fchmod(self.socket.fileno(), 0o600)
+            self.socket.bind(str(self.path))
+            self.socket.listen(512)
+        except OSError as error:
+            self.close()
             raise ConfigError(f"node.socket={address}: cannot bind: {error}") from error
-        finally:
-            os.umask(old)
-        self.socket.listen(512)
 
     def close(self) -> None:
         """Stop listening and leave nothing behind."""
@@ -60,11 +63,15 @@ class Listener:
         directory = self.path.parent
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.stat()
+        if found.st_uid not in (0, os.geteuid()):
+            raise ConfigError(f"node.socket: {directory} belongs to user {found.st_uid}; use a directory of your own")
         sticky = bool(found.st_mode & stat.S_ISVTX)
         if found.st_mode & 0o022 and not sticky:
             raise ConfigError(f"node.socket: {directory} is writable by others; use a directory of mode 0700")
         if self.path.is_symlink() or self._lock_path.is_symlink():
             raise ConfigError(f"node.socket: {self.path} or its lock is a symbolic link; remove it")
+        if self.path.exists() and not self.path.is_socket():
+            raise ConfigError(f"node.socket: {self.path} is there and is not a socket; choose another node.socket")
 
     def _take_lock(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -79,8 +86,12 @@ class Listener:
                     f"node.socket: another node (pid {owner}) serves {self.path}; stop it or choose another node.socket"
                 ) from None
             if self._still_there(lock):
-                os.ftruncate(lock, 0)
-                os.write(lock, b"%d\n" % os.getpid())
+                try:
+                    os.ftruncate(lock, 0)
+                    os.write(lock, b"%d\n" % os.getpid())
+                except OSError:  # the file system is full
+                    os.close(lock)
+                    raise
                 return lock
             os.close(lock)  # a node that was just stopping removed the file between our open and our lock
 
@@ -89,3 +100,20 @@ class Listener:
             return os.path.samestat(os.fstat(lock), self._lock_path.stat())
         except FileNotFoundError:
             return False
+
+
+def sweep(directory: Path, prefix: str) -> None:
+    """Remove sockets and locks that killed nodes left in a directory: those whose lock nobody holds."""
+    for path in directory.glob(f"{prefix}*.lock"):
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile, or not one of ours
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.with_name(path.name.removesuffix(".lock")).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+        except BlockingIOError:  # its node is alive
+            continue
+        finally:
+            os.close(lock)

@@ -66,12 +66,12 @@ class Link:
         """Connect and greet; raises UnavailableError, RefusedError, ProtocolError or ResourceError."""
         self._call_s = self._deadline_s = call_s
         self._received = bytearray()
-        self._lifeline: int | None = None
         self.memory: MappedMemory | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             _set_deadline(self._socket, connect_s)
             self._socket.connect(str(socket_path(address)))
+            self._check_owner()
             self._socket.sendall(encode(Hello(PROTOCOL, headwater.__version__, instance, maps)))
             self.welcome, descriptors = self._receive_welcome(connect_s, maps)
             if maps:
@@ -95,14 +95,17 @@ class Link:
         Raises RefusedError if the node says no (the link stays usable); UnavailableError or ProtocolError
         otherwise, after which the link is closed.
         """
+        frame = encode(request)
+        whole = False
         try:
-            reply = self._exchange(request, self._call_s if call_s is None else call_s)
+            reply = self._exchange(frame, self._call_s if call_s is None else call_s)
+            whole = True
         except OSError as error:
-            self.close()
             raise UnavailableError(f"the node did not answer {type(request).__name__}: {error}") from error
-        except ProtocolError:
-            self.close()
-            raise
+        finally:
+            # Also after an interrupt: a reply that nobody took would be taken for the next request's.
+            if not whole:
+                self.close()
         if isinstance(reply, kind):
             return reply
         if isinstance(reply, Refused):
@@ -111,25 +114,24 @@ class Link:
         raise ProtocolError(f"{type(request).__name__} was answered by {type(reply).__name__}")
 
     def close(self) -> None:
-        """Close the connection; mapped memory and the lifeline go too."""
+        """Close the connection; mapped memory goes too, and with it (or its last view) the lifeline."""
         self._socket.close()
         if self.memory is not None:
             self.memory.close()
             self.memory = None
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
 
     # ---- inside ---------------------------------------------------------------------------------------
 
-    def _exchange(self, request: Request, call_s: float) -> Reply:
-        frame = encode(request)
+    def _exchange(self, frame: bytearray, call_s: float) -> Reply:
         if call_s != self._deadline_s:
             _set_deadline(self._socket, call_s)
             self._deadline_s = call_s
         until_s = time.monotonic() + call_s
-        self._socket.sendall(frame)
-        received = self._received
+        sent = self._socket.send(frame)
+        while sent < len(frame):
+            self._wait_until(until_s)
+            sent += self._socket.send(memoryview(frame)[sent:])
+        received, parts = self._received, 0
         while True:
             if len(received) >= HEADER_BYTES:
                 end = HEADER_BYTES + body_bytes(received)
@@ -137,15 +139,33 @@ class Link:
                     reply = decode_reply(bytes(received[HEADER_BYTES:end]))
                     del received[:end]
                     return reply
+            if parts or sent > READ_BYTES:
+                self._wait_until(until_s)
             part = self._socket.recv(READ_BYTES)
             if not part:
                 raise ConnectionResetError("the node closed the connection")
             received += part
-            if time.monotonic() > until_s:
-                raise TimeoutError(f"no whole reply within {call_s} s")
+            parts += 1
+
+    def _wait_until(self, until_s: float) -> None:
+        """Let the next system call wait for what is left of the time; raises TimeoutError if nothing is."""
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no whole reply in time")
+        _set_deadline(self._socket, left_s)
+        self._deadline_s = left_s
+
+    def _check_owner(self) -> None:
+        """Only our own or root's node may see our KV, whoever put a socket where we look for one."""
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        owner, own = struct.unpack("3i", credentials)[1], os.geteuid()
+        if own and owner not in (0, own):
+            raise RefusedError("node's user", f"{own} or root", f"{owner}", "run the node as this user or as root")
 
     def _receive_welcome(self, connect_s: float, maps: bool) -> tuple[Welcome, list[int]]:
-        part, descriptors, _, _ = socket.recv_fds(self._socket, READ_BYTES, DESCRIPTORS_MAX)
+        part, descriptors, _, _ = socket.recv_fds(
+            self._socket, READ_BYTES, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+        )
         try:
             if not part:
                 raise ConnectionResetError("the node closed the connection during the handshake")
@@ -156,7 +176,7 @@ class Link:
                 raise RefusedError(reply.field, reply.expected, reply.given, reply.remedy)
             if not isinstance(reply, Welcome) or reply.protocol != PROTOCOL:
                 raise ProtocolError("the node did not answer Hello with Welcome")
-            if maps and len(descriptors) != len(reply.segments_bytes) + 1:
+            if len(descriptors) != (len(reply.segments_bytes) + 1 if maps else 0):
                 raise ProtocolError(f"{len(descriptors)} descriptors came for {len(reply.segments_bytes)} segments")
         except (OSError, HeadwaterError):
             for descriptor in descriptors:
@@ -165,9 +185,7 @@ class Link:
         return reply, descriptors
 
     def _take(self, descriptors: Sequence[int]) -> None:
-        self._lifeline = descriptors[-1]
-        os.set_inheritable(self._lifeline, False)
-        self.memory = MappedMemory(descriptors[:-1], self.welcome.segments_bytes)
+        self.memory = MappedMemory(descriptors[:-1], self.welcome.segments_bytes, lifeline=descriptors[-1])
 
 
 def _set_deadline(it: socket.socket, seconds: float) -> None:
@@ -236,7 +254,8 @@ class Supervisor:
 
     Theory of operation. DOWN: a thread connects, with jittered back-off from 0.1 to 5 s. UP: `session` is
     there. A caller that meets an UnavailableError or ProtocolError reports it with `lost`, which makes it DOWN
-    again. A RefusedError is final: it needs an operator, is logged once and kept in `refusal`.
+    again. A RefusedError needs an operator: it is reported once, kept in `refusal`, and tried again at the slowest
+    pace, so that the operator who mends the node need not restart the engines.
     """
 
     BACK_OFF_S = (0.1, 5.0)
@@ -279,13 +298,15 @@ class Supervisor:
         first_s, longest_s = self.BACK_OFF_S
         while not self._closed.is_set():
             self._wanted.wait()
+            # Before the attempt, not after: a session that is lost as soon as it is there must wake us again.
+            self._wanted.clear()
             wait_s = first_s
-            while not self._closed.is_set() and self._session is None and self.refusal is None:
+            while not self._closed.is_set() and self._session is None:
                 if self._try_once():
                     break
+                wait_s = longest_s if self.refusal is not None else wait_s
                 self._closed.wait(wait_s * random.uniform(0.5, 1.0))
                 wait_s = min(wait_s * 2, longest_s)
-            self._wanted.clear()
 
     def _try_once(self) -> bool:
         try:
@@ -294,10 +315,14 @@ class Supervisor:
             self._wanted.set()
             return False
         except (RefusedError, ProtocolError, ResourceError) as error:
+            known = self.refusal
             self.refusal = error
-            self._on_refused(error)
+            self._wanted.set()
+            if str(known) != str(error):
+                self._on_refused(error)
             return False
         with self._lock:
+            self.refusal = None
             self._session = session
             self.connects += 1
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 import msgspec
@@ -21,6 +21,7 @@ from headwater.core.eviction import POLICIES
 from headwater.core.pool import Pool
 from headwater.errors import ProtocolError, RefusedError
 from headwater.node.messages import (
+    ADDRESSES_MAX,
     KEYS_MAX,
     PROTOCOL,
     Clear,
@@ -47,11 +48,14 @@ from headwater.node.messages import (
 )
 from headwater.ports import Clock
 from headwater.tiers.host import MappedMemory, create_memory
-from headwater.types import ChunkKey, KVLayout, Namespace, split_keys
+from headwater.types import KEY_BYTES, ChunkKey, KVLayout, Namespace, split_keys
 
 SPACES_MAX = 4096
 TICKETS_MAX = 65_536
 SHARDS_MAX = 4096
+GROUPS_MAX = 64
+NAME_CHARS_MAX = 1024
+SPACES_SHOWN = 256
 
 
 class MonotonicClock:
@@ -134,6 +138,7 @@ class Node:
 
     def expire(self) -> int:
         """End what is past its deadline; to be called about once a second."""
+        self.cache.take_changes()  # nobody is told of them here; untaken they would pile up
         return self.cache.expire(self.clock.now())
 
     def close(self) -> None:
@@ -185,7 +190,7 @@ class Node:
         space = self._space(instance, request.space)
         if self.draining or len(self.cache.tickets) >= TICKETS_MAX:
             return Loaded(0, 0, pack_addresses([()] * len(space.index)), now)
-        keys = _keys(request.keys)
+        keys = _keys(request.keys, len(space.index))
         shards = _shards(request.shards)
         it = self.cache.load(instance, request.space, keys, max(request.first, 0), shards, now)
         return Loaded(it.ticket, it.chunks, pack_addresses(it.addresses), it.deadline_s)
@@ -196,19 +201,23 @@ class Node:
         if self.draining or len(self.cache.tickets) >= TICKETS_MAX:
             return Reserved(0, 0, pack_addresses([()] * len(space.index)), now)
         parent = _keys(request.parent)[0] if request.parent else None
+        keys = _keys(request.keys, len(space.index))
+        _check_count("lacking", request.lacking)
         shards = _shards(request.shards)
         if any(shard >= space.layout.shards for shard in shards):
             raise ProtocolError(f"shards {shards} of a layout with {space.layout.shards}")
         lacking = frozenset(request.lacking)
-        it = self.cache.reserve(instance, request.space, parent, _keys(request.keys), lacking, shards, now)
+        it = self.cache.reserve(instance, request.space, parent, keys, lacking, shards, now)
         return Reserved(it.ticket, it.covered, pack_addresses(it.addresses), it.deadline_s)
 
     def _done(self, instance: str, request: Request, now: float) -> Reply:
         assert isinstance(request, Done)
+        _check_count("failed", request.failed)
         return Ended(int(self.cache.done(instance, request.ticket, request.shard, request.failed, now)))
 
     def _release(self, instance: str, request: Request, now: float) -> Reply:
         assert isinstance(request, Release)
+        _check_count("tickets", request.tickets)
         return Ended(sum(self.cache.release(instance, ticket) for ticket in request.tickets))
 
     def _clear(self, instance: str, request: Request, now: float) -> Reply:
@@ -227,13 +236,21 @@ class Node:
         return self.cache.spaces[space]
 
     def _check_layout(self, namespace: Namespace, layout: KVLayout) -> None:
+        # First what bounds the work of all that follows, and what a namespace costs as long as the node lives.
+        if len(layout.groups) > GROUPS_MAX:
+            raise RefusedError("layout.groups", f"at most {GROUPS_MAX}", f"{len(layout.groups)}", "use fewer KV groups")
+        if any(len(group.shard_layers) > SHARDS_MAX for group in layout.groups):
+            raise RefusedError("layout.shards", f"at most {SHARDS_MAX}", "more", "use fewer ranks")
+        for field in fields(Namespace):
+            length = len(getattr(namespace, field.name))
+            if length > NAME_CHARS_MAX:
+                given = f"{length} characters"
+                raise RefusedError(f"namespace.{field.name}", f"at most {NAME_CHARS_MAX}", given, "use a digest of it")
         problem = layout.problem()
         if problem is not None:
             raise RefusedError("layout", "a sound layout", problem, "this is a bug in the client")
         if namespace.groups != layout.fingerprint():
             raise RefusedError("namespace.groups", layout.fingerprint(), namespace.groups, "they must agree")
-        if layout.shards > SHARDS_MAX:
-            raise RefusedError("layout.shards", f"at most {SHARDS_MAX}", f"{layout.shards}", "use fewer ranks")
         for group in range(len(layout.groups)):
             if layout.slot_bytes(group) > self.cache.pool.slab_bytes:
                 raise RefusedError(
@@ -279,8 +296,15 @@ class Node:
             "expired": {"load": cache.expired_loads, "save": cache.expired_saves},
             "unknown_tickets": cache.unknown_tickets,
             "refused": self.refused,
-            "namespaces": [_space_status(space) for space in list(cache.spaces)],
+            "namespaces": [_space_status(space) for space in _shown(cache.spaces)],
         }
+
+
+def _shown(spaces: Sequence[Space]) -> list[Space]:
+    """As many namespaces as fit into a reply: those that hold most."""
+    if len(spaces) <= SPACES_SHOWN:
+        return list(spaces)
+    return sorted(spaces, key=lambda space: space.held_bytes, reverse=True)[:SPACES_SHOWN]
 
 
 def _space_status(space: Space) -> dict[str, object]:
@@ -307,13 +331,21 @@ def _space_status(space: Space) -> dict[str, object]:
     }
 
 
-def _keys(packed: bytes) -> list[ChunkKey]:
-    if len(packed) > KEYS_MAX * 16:
-        raise ProtocolError(f"{len(packed) // 16} keys in one call, at most {KEYS_MAX} are allowed")
+def _keys(packed: bytes, addresses: int = 0) -> list[ChunkKey]:
+    """The keys of a call, whose reply has so many addresses a key."""
+    if len(packed) > KEYS_MAX * KEY_BYTES:
+        raise ProtocolError(f"{len(packed) // KEY_BYTES} keys in one call, at most {KEYS_MAX} are allowed")
+    if len(packed) // KEY_BYTES * addresses > ADDRESSES_MAX:
+        raise ProtocolError(f"{len(packed) // KEY_BYTES} keys with {addresses} groups are too many for one reply")
     try:
         return split_keys(packed)
     except ValueError as error:
         raise ProtocolError(str(error)) from error
+
+
+def _check_count(name: str, items: Sequence[object]) -> None:
+    if len(items) > KEYS_MAX:
+        raise ProtocolError(f"{len(items)} {name} in one call, at most {KEYS_MAX} are allowed")
 
 
 def _shards(shards: tuple[int, ...]) -> tuple[int, ...]:

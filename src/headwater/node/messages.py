@@ -20,6 +20,7 @@ from headwater.types import KVLayout, Namespace
 PROTOCOL = 1
 FRAME_BYTES_MAX = 4 << 20
 KEYS_MAX = 65_536
+ADDRESSES_MAX = FRAME_BYTES_MAX // 8 - 4096
 HEADER_BYTES = 4
 
 
@@ -171,6 +172,9 @@ class Refused(Message, tag=19):
 Request = Hello | Register | Match | Contains | Load | Reserve | Done | Release | Clear | Status
 Reply = Welcome | Registered | Matched | Contained | Loaded | Reserved | Ended | StatusReply | Refused
 
+UNDECODABLE = (msgspec.DecodeError, msgspec.ValidationError, OverflowError, UnicodeError, RecursionError)
+"""What msgspec raises for bytes that are not a message; the last for arrays nested without end."""
+
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -196,7 +200,7 @@ def decode_request(body: bytes | memoryview) -> Request:
     """A client's message; raises ProtocolError for anything else."""
     try:
         return _requests.decode(body)
-    except (msgspec.DecodeError, msgspec.ValidationError, OverflowError, UnicodeError) as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"not a request: {error}") from error
 
 
@@ -204,7 +208,7 @@ def decode_reply(body: bytes | memoryview) -> Reply:
     """A node's message; raises ProtocolError for anything else."""
     try:
         return _replies.decode(body)
-    except (msgspec.DecodeError, msgspec.ValidationError, OverflowError, UnicodeError) as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"not a reply: {error}") from error
 
 

@@ -9,7 +9,9 @@ gone, no process can touch the memory any more, and everything that the instance
                 └─► lifeline ─► end of file
 
 One bad client costs only itself: lengths are checked before anything is allocated, unfinished frames have a
-deadline, and a client that does not read its replies is not read from.
+deadline, a client that does not read its replies is not read from and nothing more of it is handled, and one
+that sends many frames at once gets a few of them handled a turn. Out of descriptors, the node accepts nobody
+for a while.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ TICK_S = 0.5
 FRAME_S = 10.0
 READ_BYTES = 256 << 10
 PENDING_BYTES_MAX = 1 << 20
+FRAMES_A_TURN = 32
+REFUSED_CHARS_MAX = 500
 
 
 @dataclass(slots=True, eq=False)
@@ -59,12 +63,15 @@ class Server:
         self._sessions: dict[int, Session] = {}
         self._lifelines: dict[int, str] = {}
         self._alive: dict[str, int] = {}
+        self._backlog: dict[Session, None] = {}
+        self._deaf = False
         self._buffer = bytearray(READ_BYTES)
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._stopping = threading.Event()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_write.setblocking(False)
+        self._stopping = False
         self._epoll = select.epoll()
         self._epoll.register(self.listener.socket.fileno(), select.EPOLLIN)
-        self._epoll.register(self._wake_read, select.EPOLLIN)
+        self._epoll.register(self._wake_read.fileno(), select.EPOLLIN)
 
     def __repr__(self) -> str:
         return f"Server({self.listener.path}, {len(self._sessions)} sessions, {len(self._lifelines)} lifelines)"
@@ -77,10 +84,11 @@ class Server:
     def stop(self) -> None:
         """Begin to drain: nothing new is leased or reserved, and the loop ends when nothing is held or after
         `node.drain_s`. May be called from a signal handler or another thread, and again."""
-        self._stopping.set()
+        # No lock: a second signal may interrupt the handler of the first right here.
+        self._stopping = True
         try:
-            os.write(self._wake_write, b"x")
-        except BlockingIOError:  # it is awake already
+            self._wake_write.send(b"x")
+        except OSError:  # it is awake already, or it has ended
             return
 
     def serve_forever(self) -> None:
@@ -90,15 +98,18 @@ class Server:
         drain_until_s = None
         try:
             while True:
-                wait_s = max(next_tick_s - clock.now(), 0.0)
+                wait_s = 0.0 if self._backlog else max(next_tick_s - clock.now(), 0.0)
                 for descriptor, events in self._epoll.poll(0.02 if drain_until_s else wait_s):
                     self._serve(descriptor, events)
+                for session in list(self._backlog):
+                    self._serve_session(session, 0)
                 now = clock.now()
                 if now >= next_tick_s:
                     next_tick_s = now + TICK_S
                     self.node.expire()
                     self._close_slow(now)
-                if self._stopping.is_set():
+                    self._listen()
+                if self._stopping:
                     if drain_until_s is None:
                         self.node.draining = True
                         drain_until_s = now + self.node.config.drain_s
@@ -117,14 +128,17 @@ class Server:
             self._accept()
         elif descriptor in self._lifelines:
             self._end_lifeline(descriptor)
-        elif descriptor == self._wake_read:
-            os.read(self._wake_read, 64)
+        elif descriptor == self._wake_read.fileno():
+            self._wake_read.recv(64)
 
     def _accept(self) -> None:
         try:
             accepted, _ = self.listener.socket.accept()
         except OSError as error:  # the peer is gone again, or we are out of descriptors
             log.warning("cannot accept a connection: %s", error)
+            # It stays in the queue and would wake us again at once, and for ever: wait until the next tick.
+            self._deaf = True
+            self._epoll.modify(self.listener.socket.fileno(), 0)
             return
         if len(self._sessions) >= self.node.config.max_sessions:
             log.warning("connection refused: node.max_sessions=%d reached", self.node.config.max_sessions)
@@ -134,12 +148,18 @@ class Server:
         self._sessions[accepted.fileno()] = Session(accepted, frame_since_s=self.node.clock.now())
         self._epoll.register(accepted.fileno(), select.EPOLLIN)
 
+    def _listen(self) -> None:
+        if self._deaf:
+            self._deaf = False
+            self._epoll.modify(self.listener.socket.fileno(), select.EPOLLIN)
+
     def _serve_session(self, session: Session, events: int) -> None:
         try:
             if events & select.EPOLLOUT:
                 self._flush(session)
             if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
                 self._read(session)
+            self._handle_frames(session)
         except ProtocolError as error:
             self.protocol_errors += 1
             log.warning("closing a connection of %r: %s", session.instance, error)
@@ -158,17 +178,30 @@ class Server:
         if not received:
             session.frame_since_s = self.node.clock.now()
         received += memoryview(self._buffer)[:count]
-        start = 0
-        while len(received) - start >= HEADER_BYTES:
-            size = body_bytes(received[start : start + HEADER_BYTES])
-            end = start + HEADER_BYTES + size
+
+    def _handle_frames(self, session: Session) -> None:
+        """Handle whole frames; what does not fit into this turn, or would be answered into a full buffer, waits."""
+        received, start, more = session.received, 0, False
+        for turn in range(FRAMES_A_TURN + 1):
+            if len(received) - start < HEADER_BYTES or len(session.pending) >= PENDING_BYTES_MAX:
+                break
+            end = start + HEADER_BYTES + body_bytes(received[start : start + HEADER_BYTES])
             if len(received) < end:
+                break
+            if turn == FRAMES_A_TURN:
+                more = True
                 break
             self._handle(session, bytes(received[start + HEADER_BYTES : end]))
             start = end
         if start:
             del received[:start]
             session.frame_since_s = self.node.clock.now()
+        if more != (session in self._backlog):
+            if more:
+                self._backlog[session] = None
+            else:
+                del self._backlog[session]
+            self._watch(session)
 
     def _handle(self, session: Session, body: bytes) -> None:
         request = decode_request(body)
@@ -186,13 +219,21 @@ class Server:
             self.call_seconds[verb] = self.call_seconds.get(verb, 0.0) + spent_s
         except RefusedError as error:
             self.node.refused += 1
-            reply = Refused(error.field, error.expected, error.given, error.remedy)
+            texts = (error.field, error.expected, error.given, error.remedy)
+            reply = Refused(*(text[:REFUSED_CHARS_MAX] for text in texts))
         self._send(session, reply)
 
     def _greet(self, session: Session, hello: Hello) -> None:
         if session.instance:
             raise ProtocolError("a second Hello")
         welcome = self.node.welcome(hello)
+        if hello.maps and len(self._lifelines) >= self.node.config.max_sessions:
+            raise RefusedError(
+                "lifelines",
+                f"at most node.max_sessions={self.node.config.max_sessions} processes that map the memory",
+                "one more",
+                "raise node.max_sessions",
+            )
         session.instance = hello.instance
         self._hold(hello.instance)
         if not hello.maps:
@@ -235,9 +276,9 @@ class Server:
         self._watch(session)
 
     def _watch(self, session: Session) -> None:
-        """Read only from clients that read our replies."""
+        """Read only from clients that read our replies and have had their turn."""
         events = select.EPOLLOUT if session.pending else 0
-        if len(session.pending) < PENDING_BYTES_MAX:
+        if len(session.pending) < PENDING_BYTES_MAX and session not in self._backlog:
             events |= select.EPOLLIN
         if events != session.events:
             session.events = events
@@ -260,6 +301,7 @@ class Server:
         descriptor = session.socket.fileno()
         self._epoll.unregister(descriptor)
         del self._sessions[descriptor]
+        self._backlog.pop(session, None)
         session.socket.close()
         if session.instance:
             self._let_go(session.instance)
@@ -300,8 +342,8 @@ class Server:
         self._lifelines.clear()
         self._epoll.close()
         self.listener.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._wake_read.close()
+        self._wake_write.close()
         self.node.close()
 
 

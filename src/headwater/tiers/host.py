@@ -14,6 +14,7 @@ import os
 import resource
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,9 +30,13 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class MappedMemory:
     """Segments mapped into this process; the mapping lasts until `close`."""
 
-    def __init__(self, descriptors: Sequence[int], sizes: Sequence[int]) -> None:
-        """Map the segments read-write; takes ownership of the descriptors. Raises ResourceError."""
+    def __init__(self, descriptors: Sequence[int], sizes: Sequence[int], lifeline: int | None = None) -> None:
+        """Map the segments read-write; takes ownership of the descriptors. Raises ResourceError.
+
+        `lifeline` is closed when nothing is mapped any more: after `close`, or with the last view.
+        """
         self._descriptors = list(descriptors)
+        self._lifeline = lifeline
         self._maps: list[mmap.mmap] = []
         self.bases: list[int] = []
         self.sizes = list(sizes)
@@ -42,7 +47,10 @@ class MappedMemory:
                     raise ResourceError(f"segment has {actual} bytes, {size} announced; the node is not ours to use")
                 self._maps.append(mmap.mmap(descriptor, size))
                 self.bases.append(ctypes.addressof(ctypes.c_char.from_buffer(self._maps[-1])))
-        except (OSError, ValueError) as error:
+        except ResourceError:
+            self.close()
+            raise
+        except (OSError, ValueError, OverflowError) as error:
             self.close()
             raise ResourceError(f"cannot map {sum(sizes)} bytes of node memory: {error}") from error
 
@@ -85,19 +93,37 @@ class MappedMemory:
         libc = ctypes.CDLL(None, use_errno=True)
         for base, size in zip(self.bases, self.sizes, strict=True):
             if libc.mlock(ctypes.c_void_p(base), ctypes.c_size_t(size)):
-                raise ResourceError(f"cannot lock {size} bytes of memory: {os.strerror(ctypes.get_errno())}")
+                limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+                raise ResourceError(
+                    f"node.lock_memory needs RLIMIT_MEMLOCK of {size} bytes, the limit is {limit} "
+                    f"({os.strerror(ctypes.get_errno())}); raise it (ulimit -l {size // 1024}) "
+                    "or set node.lock_memory=false"
+                )
 
     def close(self) -> None:
         """Unmap and close; views that are still in use keep their mapping until they are dropped."""
+        viewed = []
         for it in self._maps:
             try:
                 it.close()
             except BufferError:  # an exported view is alive; its owner unmaps by dropping it
-                continue
+                viewed.append(it)
         self._maps.clear()
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
+        if self._lifeline is not None:
+            _close_after(viewed, self._lifeline)
+            self._lifeline = None
+
+
+def _close_after(maps: list[mmap.mmap], descriptor: int) -> None:
+    """Close a descriptor once nobody maps any of these."""
+    if not maps:
+        os.close(descriptor)
+        return
+    last = maps.pop()
+    weakref.finalize(last, _close_after, maps, descriptor).atexit = False
 
 
 def create_memory(size_bytes: int, backing: str, *, lock: bool) -> MappedMemory:
@@ -108,13 +134,15 @@ def create_memory(size_bytes: int, backing: str, *, lock: bool) -> MappedMemory:
     assert size_bytes % PAGE_BYTES == 0, f"size_bytes={size_bytes}"
     if size_bytes >> SEGMENT_SHIFT:
         raise ResourceError(f"host_memory={size_bytes} is above the {1 << SEGMENT_SHIFT} bytes of one segment")
-    if lock:
-        _check_memlock(size_bytes)
     descriptor = _memfd(size_bytes) if backing == "memfd" else _file_in(Path(backing), size_bytes)
     memory = MappedMemory([descriptor], [size_bytes])
     memory.advise_huge()
     if lock:
-        memory.lock()
+        try:
+            memory.lock()
+        except ResourceError:
+            memory.close()
+            raise
     return memory
 
 
@@ -124,20 +152,29 @@ def available_bytes() -> int:
     return min(limits)
 
 
-def _memfd(size_bytes: int) -> int:
+def _check_available(size_bytes: int) -> None:
     free = available_bytes()
     if size_bytes + SPARE_BYTES > free:
         raise ResourceError(
             f"host_memory needs {size_bytes} bytes and {SPARE_BYTES} to spare, {free} are available; "
             "lower node.host_memory or raise the memory limit"
         )
+
+
+def _memfd(size_bytes: int) -> int:
+    _check_available(size_bytes)
     descriptor = os.memfd_create("headwater", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, size_bytes)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    except OSError as error:
+        os.close(descriptor)
+        raise ResourceError(f"cannot create a memfd of {size_bytes} bytes: {error}") from error
     return descriptor
 
 
 def _file_in(directory: Path, size_bytes: int) -> int:
+    descriptor = None
     try:
         free = os.statvfs(directory)
         if free.f_bavail * free.f_frsize < size_bytes:
@@ -145,40 +182,41 @@ def _file_in(directory: Path, size_bytes: int) -> int:
                 f"node.backing={directory} has {free.f_bavail * free.f_frsize} bytes free, {size_bytes} are needed; "
                 "enlarge that file system or lower node.host_memory"
             )
+        if free.f_frsize == PAGE_BYTES:  # tmpfs: its pages are ordinary memory, unlike those of hugetlbfs
+            _check_available(size_bytes)
         descriptor, name = tempfile.mkstemp(prefix="headwater-", dir=directory)
         os.unlink(name)
         # Reserving the pages now turns a full file system into an error here instead of a SIGBUS later.
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
+        if descriptor is not None:
+            os.close(descriptor)
         raise ResourceError(f"node.backing={directory}: cannot reserve {size_bytes} bytes: {error}") from error
     return descriptor
 
 
-def _check_memlock(size_bytes: int) -> None:
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit != resource.RLIM_INFINITY and limit < size_bytes:
-        raise ResourceError(
-            f"node.lock_memory needs RLIMIT_MEMLOCK of {size_bytes} bytes, the limit is {limit}; "
-            f"raise it (ulimit -l {size_bytes // 1024}) or set node.lock_memory=false"
-        )
-
-
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+def _meminfo_available(meminfo: Path = Path("/proc/meminfo")) -> int:
+    for line in meminfo.read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise ResourceError("/proc/meminfo has no MemAvailable; headwater needs Linux 3.14 or newer")
+    raise ResourceError(f"{meminfo} has no MemAvailable; headwater needs Linux 3.14 or newer")
 
 
-def _cgroup_available() -> list[int]:
+def _cgroup_available(
+    memberships: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> list[int]:
     """What the memory cgroups of this process leave (v2 and v1); empty where there are none."""
-    found = []
-    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+    found: list[int] = []
+    try:
+        lines = memberships.read_text(encoding="utf-8").splitlines()
+    except OSError:  # a kernel without cgroups
+        return found
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, limit_file, usage_file = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+            root, limit_file, usage_file = mount, "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/memory")
+            root = mount / "memory"
             limit_file, usage_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue

@@ -1,0 +1,8 @@
+"""The one registry of what `headwater bench` can measure."""
+
+from __future__ import annotations
+
+from headwater.bench import node
+from headwater.bench.harness import Suite
+
+SUITES: dict[str, Suite] = {it.name: it for it in (node.SUITE,)}

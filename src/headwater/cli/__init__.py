@@ -1,0 +1,115 @@
+"""The `headwater` command. One subcommand a module, imported only when it is given, so that `--help` is instant
+and needs nothing that the subcommand needs.
+
+To add a subcommand, add a line to COMMANDS. Its module has `configure(parser)`, which adds options and may set
+the parser's description and epilog, and `run(arguments)`, which returns the exit code: 0 ok, 1 failed, 2 bad
+usage or configuration. A ConfigError that leaves `run` is 2, any other HeadwaterError 1, both as one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+import headwater
+from headwater.errors import ConfigError, HeadwaterError
+from headwater.values import nearest
+
+
+class Module(Protocol):
+    """What the module of a subcommand offers."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the subcommand's options."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do the work; the exit code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Where a subcommand is, and what it does in a few words."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "node": Command("headwater.cli.node", "serve this host's KV memory to its engines"),
+    "status": Command("headwater.cli.status", "what a node holds, who uses it, and how often it helps"),
+    "doctor": Command("headwater.cli.doctor", "check this host, and say what is missing and what to do"),
+    "config": Command("headwater.cli.config", "the settings in effect and where each one comes from"),
+    "version": Command("headwater.cli.version", "versions of headwater, its protocol and Python"),
+}
+
+OUTLINE = """\
+headwater keeps the KV cache of this host's LLM engines in one shared memory, so that a prefix which one engine
+has computed is not computed again, by itself or by another.
+
+usage: headwater COMMAND [OPTION ...]
+       headwater COMMAND --help
+
+commands:
+{commands}
+
+a first run:
+  headwater doctor                      is this host ready?
+  headwater node --host-memory 32GiB    start a node; it prints how to plug vLLM in
+  headwater status --watch              see what it holds and how often it hits
+
+Settings come from flags, HEADWATER_* variables and a TOML file (--config FILE or HEADWATER_CONFIG), in this
+order; `headwater config` shows the result. Exit codes: 0 ok, 1 failed, 2 bad usage or configuration.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else ""
+    if name not in COMMANDS:
+        return _without_command(name)
+    command = cast(Module, import_module(COMMANDS[name].module))
+    parser = argparse.ArgumentParser(
+        prog=f"headwater {name}",
+        description=COMMANDS[name].summary.capitalize() + ".",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.configure(parser)
+    try:
+        code = command.run(parser.parse_args(arguments[1:]))
+        sys.stdout.flush()
+        return code
+    except HeadwaterError as error:
+        print(f"headwater {name}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has seen enough; Python must not try again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def outline() -> str:
+    """What `headwater --help` says."""
+    width = max(map(len, COMMANDS))
+    return OUTLINE.format(commands="\n".join(f"  {name:{width}}  {it.summary}" for name, it in COMMANDS.items()))
+
+
+def _without_command(name: str) -> int:
+    if name in ("-h", "--help", "help"):
+        print(outline(), end="")
+        return 0
+    if name in ("-V", "--version"):
+        print(f"headwater {headwater.__version__}")
+        return 0
+    if name:
+        print(f"headwater: no command {name!r}; the nearest is {nearest(name, COMMANDS)!r}", file=sys.stderr)
+    else:
+        print(outline(), end="", file=sys.stderr)
+    return 2

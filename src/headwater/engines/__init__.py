@@ -1,0 +1,1 @@
+"""Serving engines: device pages to extents and back."""

@@ -1,0 +1,98 @@
+"""What the scheduler side tells the ranks each step, and what they tell back; plain data, moved by vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from headwater.types import KVLayout, Namespace
+
+NULL_BLOCK = 0
+"""vLLM's block 0 belongs to nobody: a table entry that holds no data."""
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """Which life of which node a job belongs to, and how to reach and greet it."""
+
+    address: str
+    name: str
+    epoch: int
+    instance: str
+    namespace: Namespace
+    layout: KVLayout
+
+
+@dataclass(frozen=True)
+class Part:
+    """One KV group's share of a job: whole chunks, `blocks_per_chunk` block ids each, NULL_BLOCK where none."""
+
+    group: int
+    slots: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """Copy blocks into reserved slots, then say done."""
+
+    ticket: int
+    parts: tuple[Part, ...]
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """Copy leased slots into a request's blocks; `missing` are blocks that no slot was found for.
+
+    A job without a ticket moves nothing: it only reports its missing blocks.
+    """
+
+    request: str
+    ticket: int
+    parts: tuple[Part, ...]
+    missing: tuple[int, ...]
+    deadline_s: float
+    give_up_s: float
+    sync: bool
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """One step's jobs. `idle` says that no tokens are computed, so that the ranks may wait for a load."""
+
+    node: NodeInfo | None = None
+    saves: list[SaveJob] = field(default_factory=list)
+    loads: list[LoadJob] = field(default_factory=list)
+    idle: bool = False
+
+
+@dataclass
+class SavesEnded(KVConnectorWorkerMetadata):
+    """For each save ticket, how many ranks have ended it, and the tickets that some rank could not serve."""
+
+    ended: dict[int, int] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> SavesEnded:
+        """The sums of two ranks."""
+        assert isinstance(other, SavesEnded)
+        ended = dict(self.ended)
+        for ticket, count in other.ended.items():
+            ended[ticket] = ended.get(ticket, 0) + count
+        return SavesEnded(ended, self.failed | other.failed)
+
+
+@dataclass(frozen=True)
+class RankLayout(KVConnectorHandshakeMetadata):
+    """What a rank's tensors really look like: layers and block bytes of each KV group, and the element type."""
+
+    layers: tuple[int, ...]
+    block_bytes: tuple[int, ...]
+    dtype: str
+    layout: str

@@ -1,0 +1,441 @@
+"""The scheduler side of the plug-in: decides what is loaded and saved, and talks to the node.
+
+Theory of operation, one request (all calls come from vLLM's scheduler, in this order):
+
+    match_tokens    how much does the node hold? pure, may be asked again        -> tokens beyond the local hit
+    allocated       blocks exist: lease the hit                                   -> LoadJob in the next step
+    step            tokens of this step complete chunks: reserve slots, pin blocks -> SaveJob in this step
+    ranks_ended     all ranks have ended a save: unpin its blocks
+    finished        the request is over: save what is complete, forget it
+
+A save's source blocks are pinned in vLLM's block pool (a reference, as prefix caching takes it) until every rank has
+ended, so finish, abort and preemption need no special case: nobody can write to a pinned block. A load is vLLM's
+own asynchronous load: its blocks belong to the request until the ranks report it, cancelled or not. The node ends
+the tickets itself when the ranks say done; what never reaches the ranks is released here.
+
+Without a node every answer is "nothing held", at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headwater.config import EngineConfig
+from headwater.core.hashing import KeyChain
+from headwater.engines.vllm.identity import Ranks, adapter_id
+from headwater.engines.vllm.metadata import NULL_BLOCK, LoadJob, NodeInfo, Part, SaveJob, SavesEnded, StepMetadata
+from headwater.errors import HeadwaterError, ProtocolError, RefusedError, UnavailableError
+from headwater.node.client import Session, Supervisor
+from headwater.types import ABSENT, ChunkKey, HitRule, KVLayout, Loadable, Media, Namespace
+
+log = logging.getLogger(__name__)
+
+OPT_OUT = "headwater.skip"
+"""A true value under this name in a request's `kv_transfer_params` keeps the request out of the cache."""
+
+Blocks = Sequence[Sequence[int]]
+
+
+@dataclass(slots=True)
+class Tracked:
+    """What is known of a request: its keys, how many leading chunks need no saving, and its last match."""
+
+    request: Any
+    chain: KeyChain
+    held: int = 0
+    local_tokens: int = 0
+    matched: int = 0
+    counted: bool = False
+    load_failed: bool = False
+    loading: bool = False
+    table: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Pinned:
+    """A save under way: which blocks it reads, and how many ranks have ended it."""
+
+    blocks: list[int]
+    ended: int = 0
+    failed: bool = False
+
+
+class SchedulerSide:
+    """One engine's decisions; called by one thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        namespace: Namespace,
+        layout: KVLayout,
+        ranks: Ranks,
+        node: Supervisor,
+        info: NodeInfo,
+    ) -> None:
+        """`node` keeps the session; `info` is what ranks need to reach the node (name and epoch are filled in)."""
+        self._config, self._namespace, self._layout, self._ranks = config, namespace, layout, ranks
+        self._node, self._info = node, info
+        self._tracked: dict[str, Tracked] = {}
+        self._loads: list[LoadJob] = []
+        self._saves: list[SaveJob] = []
+        self._pinned: dict[int, Pinned] = {}
+        self._roots: dict[tuple[str, str], bytes] = {}
+        self._pool: Any = None
+        self.skipped_saves = self.short_loads = 0
+
+    def __repr__(self) -> str:
+        return f"SchedulerSide({len(self._tracked)} requests, {len(self._pinned)} saves under way)"
+
+    def bind_pool(self, pool: Any) -> None:
+        """vLLM's block pool, whose references pin blocks."""
+        self._pool = pool
+
+    # ---- load -----------------------------------------------------------------------------------------
+
+    def match_tokens(self, request: Any, local_tokens: int) -> tuple[int, bool]:
+        """How many tokens beyond the local prefix hit the node can supply, and whether they come asynchronously."""
+        it = self._track(request)
+        if it is None:
+            return 0, False
+        it.local_tokens, it.matched = local_tokens, 0
+        asynchronous = self._config.load == "async"
+        if it.load_failed or getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        it.chain.extend(request.all_token_ids)
+        if it.chain.tokens <= local_tokens:
+            # Nothing to ask for, but what the engine holds itself may have left the node: let `step` save it.
+            return 0, False
+        session = self._node.session
+        if session is None:
+            return 0, False
+        try:
+            it.matched = session.match(it.chain.keys, counts=not it.counted)
+        except (UnavailableError, ProtocolError, RefusedError) as error:
+            self._lost(session, error)
+            return 0, False
+        it.counted = True
+        it.held = max(it.held, it.matched)
+        hit = it.matched * self._layout.chunk_tokens
+        if not asynchronous:
+            hit = min(hit, request.num_tokens - 1)  # a synchronous load must leave a token to compute
+        tokens = hit - local_tokens
+        if tokens < max(self._config.min_load_tokens, 1):
+            return 0, False
+        return tokens, asynchronous
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """vLLM has given the request its blocks, `external_tokens` of them for us to fill."""
+        it = self._tracked.get(request.request_id)
+        if it is None:
+            return
+        it.table = [list(group) for group in blocks.get_block_ids()]
+        if external_tokens <= 0:
+            return
+        end = it.local_tokens + external_tokens
+        first = it.local_tokens // self._layout.chunk_tokens
+        chunks = -(-end // self._layout.chunk_tokens)
+        held = self._lease(it.chain.keys[:chunks], first)
+        parts, missing = self._load_parts(it, held, first, end)
+        if missing:
+            self.short_loads += 1
+        now = time.monotonic()
+        it.loading = self._config.load == "async"
+        self._loads.append(
+            LoadJob(
+                request.request_id,
+                held.ticket,
+                parts,
+                missing,
+                held.deadline_s,
+                now + self._config.load_s,
+                sync=self._config.load == "sync",
+            )
+        )
+
+    def load_failed(self, request_ids: Iterable[str]) -> None:
+        """These requests' loads brought nothing or not all: compute, and do not ask again."""
+        for request_id in request_ids:
+            it = self._tracked.get(request_id)
+            if it is not None:
+                it.load_failed = True
+                it.held = 0
+
+    def invalid_blocks(self, blocks: Iterable[int]) -> None:
+        """Blocks that some load did not fill: the same for the requests that are being loaded into them."""
+        invalid = set(blocks)
+        if invalid:
+            self.load_failed(
+                request_id
+                for request_id, it in self._tracked.items()
+                if any(not invalid.isdisjoint(group) for group in it.table)
+            )
+
+    def _lease(self, keys: Sequence[ChunkKey], first: int) -> Loadable:
+        nothing = Loadable(0, 0, tuple(() for _ in self._layout.groups), 0.0)
+        session = self._node.session
+        if session is None:
+            return nothing
+        try:
+            return session.load(keys, first, range(self._ranks.world))
+        except (UnavailableError, ProtocolError, RefusedError) as error:
+            self._lost(session, error)
+            return nothing
+
+    def _load_parts(
+        self, it: Tracked, held: Loadable, first: int, end: int
+    ) -> tuple[tuple[Part, ...], tuple[int, ...]]:
+        """The copies of a lease, and the blocks in [local, end) that it does not cover."""
+        parts, missing = [], []
+        for group, rule in enumerate(self._layout.groups):
+            per_chunk = self._layout.blocks_per_chunk(group)
+            slots = held.addresses[group] if group < len(held.addresses) else ()
+            blocks = [NULL_BLOCK] * (len(slots) * per_chunk)
+            table = it.table[group]
+            for position in range(it.local_tokens // rule.block_tokens, min(-(-end // rule.block_tokens), len(table))):
+                block, at = table[position], position - first * per_chunk
+                if block == NULL_BLOCK:
+                    continue
+                if at < len(blocks) and slots[at // per_chunk] != ABSENT:
+                    blocks[at] = block
+                else:
+                    missing.append(block)
+            parts.append(Part(group, tuple(slots), tuple(blocks)))
+        return tuple(parts), tuple(missing)
+
+    # ---- save -----------------------------------------------------------------------------------------
+
+    def step(self, output: Any) -> StepMetadata:
+        """The jobs of one step, from vLLM's SchedulerOutput."""
+        self._update_tables(output)
+        if self._config.save:
+            drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
+            for request_id, before in _scheduled(output):
+                it = self._tracked.get(request_id)
+                if it is not None:
+                    count = output.num_scheduled_tokens.get(request_id, 0) - len(drafts.get(request_id, ()))
+                    self._save_complete(it, before + count)
+        loads, self._loads = self._loads, []
+        saves, self._saves = self._saves, []
+        idle = not output.total_num_scheduled_tokens
+        session = self._node.session
+        node = None
+        if session is not None:
+            name, epoch = session.link.node
+            node = replace(self._info, name=name, epoch=epoch)
+        return StepMetadata(node, saves, loads, idle)
+
+    def finished(self, request: Any, blocks: Blocks) -> None:
+        """A request ended in whatever way: save the chunks that are complete, and forget it."""
+        it = self._tracked.pop(request.request_id, None)
+        if it is None:
+            return
+        computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        cancelled = [job for job in self._loads if job.request == request.request_id]
+        if self._config.save and not it.loading and not cancelled and computed > 0:
+            it.table = [list(group) for group in blocks]
+            self._save_complete(it, computed)
+
+    def ranks_ended(self, ended: SavesEnded) -> None:
+        """Ranks report saves; what all ranks have ended is unpinned."""
+        for ticket, count in ended.ended.items():
+            it = self._pinned.get(ticket)
+            if it is None:
+                continue
+            it.ended += count
+            it.failed |= ticket in ended.failed
+            if it.ended >= self._ranks.world:
+                self._unpin(ticket)
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """These requests' loads have ended on all ranks."""
+        for request_id in request_ids:
+            it = self._tracked.get(request_id)
+            if it is not None:
+                it.loading = False
+
+    @property
+    def saving(self) -> bool:
+        """Whether saves are under way whose end the engine must stay awake for."""
+        return bool(self._pinned or self._saves)
+
+    def clear(self) -> bool:
+        """Delete what the node holds of this namespace; False if it could not be asked."""
+        session = self._node.session
+        if session is None:
+            return False
+        try:
+            session.clear()
+        except (UnavailableError, ProtocolError, RefusedError) as error:
+            self._lost(session, error)
+            return False
+        for it in self._tracked.values():
+            it.held = 0
+        return True
+
+    def close(self) -> None:
+        """Release what the ranks never saw and forget everything."""
+        session = self._node.session
+        tickets = [it.ticket for it in self._saves] + [it.ticket for it in self._loads if it.ticket]
+        if session is not None and tickets:
+            try:
+                session.release(tickets)
+            except HeadwaterError as error:
+                log.info("shutting down without the node: %s", error)
+        for ticket in list(self._pinned):
+            self._free_blocks(self._pinned.pop(ticket).blocks)
+        self._tracked.clear()
+        self._node.close()
+
+    def _save_complete(self, it: Tracked, computed: int) -> None:
+        """Save the chunks that are complete once `computed` tokens have their KV."""
+        request = it.request
+        known = min(computed, request.num_tokens)
+        if not self._config.save_decode:
+            known = min(known, request.num_prompt_tokens)
+        chunks = known // self._layout.chunk_tokens
+        if chunks <= it.held:
+            return
+        it.chain.extend(request.all_token_ids)
+        keys = it.chain.keys[:chunks]
+        if not self._reserve(it, keys, it.held) and it.held:
+            # The chunk before is not held any more: start again from the first one that is missing.
+            it.held = 0
+            self._reserve(it, keys, 0)
+        it.held = chunks
+
+    def _reserve(self, it: Tracked, keys: Sequence[ChunkKey], first: int) -> bool:
+        """Reserve keys[first:] and queue the copy; False if their parent is not held."""
+        session = self._node.session
+        if session is None:
+            return True
+        lacking = self._lacking(it, first, len(keys))
+        try:
+            got = session.reserve(keys[first:], keys[first - 1] if first else None, lacking, range(self._layout.shards))
+        except (UnavailableError, ProtocolError, RefusedError) as error:
+            self._lost(session, error)
+            return True
+        if got.covered < len(keys) - first:
+            self.skipped_saves += 1
+        if got.ticket:
+            parts = self._save_parts(it, got.addresses, first)
+            blocks = [block for part in parts for block in part.blocks if block != NULL_BLOCK]
+            self._pool.touch([self._pool.blocks[block] for block in blocks])
+            self._pinned[got.ticket] = Pinned(blocks)
+            self._saves.append(SaveJob(got.ticket, parts, got.deadline_s))
+        return got.covered > 0
+
+    def _lacking(self, it: Tracked, first: int, end: int) -> list[tuple[int, int]]:
+        """Parts that cannot be saved because the engine has dropped the blocks (outside a sliding window)."""
+        lacking = []
+        for group, rule in enumerate(self._layout.groups):
+            if rule.rule is HitRule.ALL:
+                continue
+            for chunk in range(first, end):
+                blocks = self._chunk_blocks(it, group, chunk)
+                needed = blocks[-1:] if rule.rule is HitRule.LAST else blocks
+                if not needed or NULL_BLOCK in needed:
+                    lacking.append((group, chunk - first))
+        return lacking
+
+    def _save_parts(self, it: Tracked, addresses: Sequence[Sequence[int]], first: int) -> tuple[Part, ...]:
+        parts = []
+        for group, slots in enumerate(addresses):
+            taken = [(offset, slot) for offset, slot in enumerate(slots) if slot != ABSENT]
+            blocks = [block for offset, _ in taken for block in self._chunk_blocks(it, group, first + offset)]
+            parts.append(Part(group, tuple(slot for _, slot in taken), tuple(blocks)))
+        return tuple(parts)
+
+    def _chunk_blocks(self, it: Tracked, group: int, chunk: int) -> list[int]:
+        count = self._layout.blocks_per_chunk(group)
+        return it.table[group][chunk * count : (chunk + 1) * count]
+
+    def _unpin(self, ticket: int) -> None:
+        it = self._pinned.pop(ticket)
+        self._free_blocks(it.blocks)
+        if it.failed:
+            # A rank could not tell the node; all ranks have stopped writing, so the slots can be given up.
+            session = self._node.session
+            if session is not None:
+                try:
+                    session.release([ticket])
+                except (UnavailableError, ProtocolError, RefusedError) as error:
+                    self._lost(session, error)
+
+    def _free_blocks(self, blocks: Sequence[int]) -> None:
+        if self._pool is not None:
+            self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+
+    # ---- bookkeeping ----------------------------------------------------------------------------------
+
+    def _track(self, request: Any) -> Tracked | None:
+        """The request's record, made when first seen; None for a request that has nothing to do with us."""
+        it = self._tracked.get(request.request_id)
+        if it is not None:
+            return it
+        params = getattr(request, "kv_transfer_params", None) or {}
+        if params.get(OPT_OUT) or getattr(request, "prompt_embeds", None) is not None:
+            return None
+        if getattr(request, "resumable", False):
+            return None  # a streaming session rewrites its own tokens
+        media = [
+            Media(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+            for feature in getattr(request, "mm_features", None) or ()
+        ]
+        root = self._root(
+            adapter_id(getattr(request, "lora_request", None)), getattr(request, "cache_salt", None) or ""
+        )
+        it = Tracked(request, KeyChain(root, self._layout.chunk_tokens, media))
+        self._tracked[request.request_id] = it
+        return it
+
+    def _root(self, adapter: str, salt: str) -> bytes:
+        if len(self._roots) > 4096:
+            self._roots.clear()
+        root = self._roots.get((adapter, salt))
+        if root is None:
+            root = self._roots[adapter, salt] = replace(self._namespace, adapter=adapter, salt=salt).root()
+        return root
+
+    def _update_tables(self, output: Any) -> None:
+        """Follow the block tables: vLLM's own where it shows them, else from what it hands out."""
+        state = getattr(output, "kv_connector_block_state", None)
+        for new in output.scheduled_new_reqs:
+            it = self._tracked.get(new.req_id)
+            if it is not None:
+                it.table = [list(group) for group in new.block_ids]
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            it = self._tracked.get(request_id)
+            if it is None:
+                continue
+            new_blocks = cached.new_block_ids[index]
+            if new_blocks is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                it.table = [list(group) for group in new_blocks]
+            else:
+                for group, blocks in zip(it.table, new_blocks, strict=True):
+                    group.extend(blocks)
+        if state is not None and len(self._layout.groups) > 1:
+            # Windows drop blocks without telling: only vLLM's own table knows which are null by now.
+            for request_id, _ in _scheduled(output):
+                it = self._tracked.get(request_id)
+                if it is not None:
+                    it.table = [list(group) for group in state.get_block_ids(request_id)]
+
+    def _lost(self, session: Session, error: HeadwaterError) -> None:
+        log.warning("going on without the node: %s", error)
+        self._node.lost(session)
+
+
+def _scheduled(output: Any) -> list[tuple[str, int]]:
+    """(request id, tokens computed before this step) of all requests that run in it."""
+    cached = output.scheduled_cached_reqs
+    return [
+        *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),
+        *zip(cached.req_ids, cached.num_computed_tokens, strict=True),
+    ]

@@ -1,0 +1,116 @@
+"""What the plug-in reports through vLLM's own metrics: `vllm:headwater_*` on the engine's /metrics."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+SECONDS_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+COUNTERS = {
+    "loaded_bytes": "Bytes copied from the node into the engine's KV blocks.",
+    "saved_bytes": "Bytes copied from the engine's KV blocks into the node.",
+    "failed_loads": "Loads that ended in recompute.",
+    "failed_saves": "Saves that stored nothing.",
+}
+HISTOGRAMS = {
+    "load_seconds": "Time of one request's load copy.",
+    "save_seconds": "Time of one save copy.",
+}
+
+
+@dataclass
+class CopySums:
+    """Sums since the last report; written by the copy thread, taken by the engine's."""
+
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
+    failed_loads: int = 0
+    failed_saves: int = 0
+    load_seconds: list[float] = field(default_factory=list)
+    save_seconds: list[float] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def loaded(self, size_bytes: int, seconds: float) -> None:
+        """Add one load."""
+        with self._lock:
+            self.loaded_bytes += size_bytes
+            self.load_seconds.append(seconds)
+
+    def saved(self, size_bytes: int, seconds: float) -> None:
+        """Add one save."""
+        with self._lock:
+            self.saved_bytes += size_bytes
+            self.save_seconds.append(seconds)
+
+    def take(self) -> HeadwaterStats | None:
+        """The sums as vLLM wants them, and start anew; None if nothing happened."""
+        with self._lock:
+            data: dict[str, Any] = {name: getattr(self, name) for name in (*COUNTERS, *HISTOGRAMS)}
+            if not any(data.values()):
+                return None
+            self.loaded_bytes = self.saved_bytes = self.failed_loads = self.failed_saves = 0
+            self.load_seconds, self.save_seconds = [], []
+        return HeadwaterStats(data)
+
+
+@dataclass
+class HeadwaterStats(KVConnectorStats):
+    """One interval's sums: integers add, lists of seconds are joined."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        """Start anew."""
+        self.data = {**dict.fromkeys(COUNTERS, 0), **{name: [] for name in HISTOGRAMS}}
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> HeadwaterStats:
+        """Add another rank's or interval's sums."""
+        for name, value in other.data.items():
+            self.data[name] = self.data[name] + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """A few numbers for vLLM's log line."""
+        data: dict[str, Any] = self.data
+        return {
+            "loaded MB": round(data["loaded_bytes"] / 1e6, 1),
+            "saved MB": round(data["saved_bytes"] / 1e6, 1),
+            "failed loads": data["failed_loads"],
+        }
+
+
+class HeadwaterPromMetrics(KVConnectorPromMetrics):
+    """The same sums as Prometheus metrics of the serving front end."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, dict[int, Any]] = {}
+        for name, text in COUNTERS.items():
+            metric = self._counter_cls(name=f"vllm:headwater_{name}", documentation=text, labelnames=labelnames)
+            self._metrics[name] = self._for_engines(metric, per_engine_labelvalues)
+        for name, text in HISTOGRAMS.items():
+            metric = self._histogram_cls(
+                name=f"vllm:headwater_{name}", documentation=text, buckets=SECONDS_BUCKETS, labelnames=labelnames
+            )
+            self._metrics[name] = self._for_engines(metric, per_engine_labelvalues)
+
+    @staticmethod
+    def _for_engines(metric: Any, labelvalues: Any) -> dict[int, Any]:
+        return {index: metric.labels(*values) for index, values in labelvalues.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take over one interval's sums."""
+        for name in COUNTERS:
+            self._metrics[name][engine_idx].inc(transfer_stats_data[name])
+        for name in HISTOGRAMS:
+            for seconds in transfer_stats_data[name]:
+                self._metrics[name][engine_idx].observe(seconds)

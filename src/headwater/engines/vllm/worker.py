@@ -1,0 +1,299 @@
+"""The rank side of the plug-in: copies between the engine's pages and the node's memory, in a thread of its own.
+
+Theory of operation. The scheduler side's jobs come with each step: loads are queued before the forward pass (the
+blocks belong to the load until it is reported), saves after it (their blocks are final then, and pinned). The copy
+thread takes loads first. For each job it makes sure that it is connected to the very node life that the job names,
+copies, and says done; what it could not do is reported, never swallowed:
+
+    load ok      the copy ended before the lease's deadline       -> received
+    load failed  no node, other epoch, late, copy error           -> received, and its blocks are invalid
+    save         done to the node (failed or not), then `ended` to the scheduler, which unpins the blocks
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from headwater.config import EngineConfig
+from headwater.engines.vllm.identity import Ranks
+from headwater.engines.vllm.metadata import NULL_BLOCK, LoadJob, NodeInfo, Part, RankLayout, SaveJob, SavesEnded
+from headwater.engines.vllm.stats import CopySums
+from headwater.errors import HeadwaterError, RefusedError, UnavailableError
+from headwater.node.client import Link, Session
+from headwater.ports import Addresses, BlockIds, PagedKV
+from headwater.types import ABSENT, KVLayout
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+IDLE_WAIT_S = 0.02
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step reports: requests whose loads ended, and of these which failed with which blocks."""
+
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    invalid: set[int] = field(default_factory=set)
+
+
+class WorkerSide:
+    """One rank's copies. `before_forward`, `after_forward` and `collect` are called by the engine's thread."""
+
+    def __init__(self, config: EngineConfig, ranks: Ranks, pp_rank: int, tp_rank: int) -> None:
+        self._config, self._ranks = config, ranks
+        self._shard = ranks.shard(pp_rank, tp_rank)
+        self._rank = pp_rank * ranks.tp + tp_rank
+        self._writes = ranks.writes(tp_rank)
+        self._pages: PagedKV | None = None
+        self._mine: RankLayout | None = None
+        self._loads: deque[tuple[LoadJob, NodeInfo | None]] = deque()
+        self._saves: deque[tuple[SaveJob, NodeInfo | None]] = deque()
+        self._loading: set[str] = set()
+        self._changed = threading.Condition()
+        self._outcome = Outcome()
+        self._ended = SavesEnded()
+        self._session: Session | None = None
+        self._prefault_stop = threading.Event()
+        self._prefault: threading.Thread | None = None
+        self._retry_at_s = 0.0
+        self._closing = False
+        self.sums = CopySums()
+        self._thread = threading.Thread(target=self._run, name="headwater-copies", daemon=True)
+
+    def register(self, pages: PagedKV, mine: RankLayout) -> None:
+        """The engine's pages exist: start copying."""
+        self._pages, self._mine = pages, mine
+        self._thread.start()
+
+    @property
+    def layout(self) -> RankLayout | None:
+        """What this rank's tensors look like, once they exist."""
+        return self._mine
+
+    # ---- the engine's thread --------------------------------------------------------------------------
+
+    def before_forward(self, loads: Iterable[LoadJob], node: NodeInfo | None) -> None:
+        """Queue this step's loads."""
+        with self._changed:
+            for job in loads:
+                self._loads.append((job, node))
+                self._loading.add(job.request)
+            self._changed.notify_all()
+
+    def wait_for_sync_loads(self, loads: Sequence[LoadJob]) -> None:
+        """Block until the synchronous loads of this step have ended, however they ended."""
+        waiting = {job.request for job in loads if job.sync}
+        if waiting:
+            with self._changed:
+                self._changed.wait_for(lambda: not waiting & self._loading)
+
+    def after_forward(self, saves: Iterable[SaveJob], node: NodeInfo | None) -> None:
+        """The step's KV is final: queue its saves."""
+        with self._changed:
+            self._saves.extend((job, node) for job in saves)
+            self._changed.notify_all()
+
+    def collect(self, *, idle: bool) -> Outcome:
+        """What ended since the last call; in an idle step, wait a moment for a load rather than spin."""
+        with self._changed:
+            if idle and self._loading and not self._outcome.received:
+                self._changed.wait_for(lambda: bool(self._outcome.received), IDLE_WAIT_S)
+            outcome, self._outcome = self._outcome, Outcome()
+        return outcome
+
+    def take_ended(self) -> SavesEnded | None:
+        """The saves that ended since the last call, None if there are none."""
+        with self._changed:
+            ended, self._ended = self._ended, SavesEnded()
+        return ended if ended.ended else None
+
+    def close(self) -> None:
+        """End the thread after the copy under way; jobs that wait are dropped, their tickets end with us."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._disconnect()
+
+    # ---- the copy thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._loads or self._saves)
+                if self._closing:
+                    return
+                job, node = self._loads.popleft() if self._loads else self._saves.popleft()
+            if isinstance(job, LoadJob):
+                self._report_load(job, ok=job.ticket != 0 and self._attempt(partial(self._load, job, node)))
+            else:
+                self._report_save(job, ok=self._attempt(partial(self._save, job, node)))
+
+    def _attempt(self, copy: Callable[[], bool]) -> bool:
+        """The door where operating failures become an outcome."""
+        try:
+            return copy()
+        except RefusedError as error:
+            log.error("the node refuses this rank: %s", error)
+        except (HeadwaterError, OSError, RuntimeError) as error:  # RuntimeError is what torch raises
+            log.warning("a copy failed: %s", error)
+            self._disconnect()
+        return False
+
+    def _load(self, job: LoadJob, node: NodeInfo | None) -> bool:
+        if time.monotonic() > min(job.deadline_s, job.give_up_s):
+            return False
+        session = self._connected(node)
+        started_s = time.monotonic()
+        moved = self._copy(session, job.parts, self._pages_in_use.scatter)
+        ended_s = time.monotonic()
+        # The bytes are good only if the lease still held when the copy had ended.
+        good = ended_s <= job.deadline_s
+        session.done(job.ticket, self._rank)
+        if good:
+            self.sums.loaded(moved, ended_s - started_s)
+        return good
+
+    def _save(self, job: SaveJob, node: NodeInfo | None) -> bool:
+        if not self._writes:
+            return True
+        session = self._connected(node)
+        late = time.monotonic() > job.deadline_s
+        everything = range(max((len(part.slots) for part in job.parts), default=0))
+        if late:
+            session.done(job.ticket, self._shard, everything)
+            return True
+        started_s = time.monotonic()
+        try:
+            moved = self._copy(session, job.parts, self._pages_in_use.gather)
+        except RuntimeError:
+            session.done(job.ticket, self._shard, everything)
+            raise
+        spent_s = time.monotonic() - started_s
+        session.done(job.ticket, self._shard)
+        self.sums.saved(moved, spent_s)
+        return True
+
+    def _copy(
+        self, session: Session, parts: Sequence[Part], move: Callable[[int, BlockIds, Addresses, int], None]
+    ) -> int:
+        """Move every block of a job; the number of bytes."""
+        moved = 0
+        for part in parts:
+            blocks, places = self._places(session, part)
+            if len(blocks):
+                move(part.group, blocks, places, session.layout.layer_stride_bytes(part.group))
+                group = session.layout.groups[part.group]
+                moved += len(blocks) * group.block_bytes * group.shard_layers[self._shard]
+        return moved
+
+    def _places(self, session: Session, part: Part) -> tuple[BlockIds, Addresses]:
+        """The blocks to copy and where the layer-0 bytes of each are in this process."""
+        memory = session.link.memory
+        assert memory is not None, "a rank's link maps memory"
+        layout = session.layout
+        per_chunk = layout.blocks_per_chunk(part.group)
+        offset = layout.part_offset(part.group, self._shard)
+        slots = np.array([0 if it == ABSENT else memory.address(it) for it in part.slots], dtype=np.uint64)
+        steps = np.arange(per_chunk, dtype=np.uint64) * np.uint64(layout.groups[part.group].block_bytes)
+        places = (slots[:, None] + (steps + np.uint64(offset))[None, :]).reshape(-1)
+        blocks = np.array(part.blocks, dtype=np.int64)
+        wanted = blocks != NULL_BLOCK
+        return blocks[wanted], np.ascontiguousarray(places[wanted])
+
+    @property
+    def _pages_in_use(self) -> PagedKV:
+        assert self._pages is not None, "jobs come only after the pages are registered"
+        return self._pages
+
+    # ---- the node -------------------------------------------------------------------------------------
+
+    def _connected(self, node: NodeInfo | None) -> Session:
+        """A session with that very life of the node; raises UnavailableError."""
+        if node is None:
+            raise UnavailableError("the scheduler side had no node when it made this job")
+        if self._session is not None:
+            if self._session.link.node == (node.name, node.epoch):
+                return self._session
+            self._disconnect()
+        if time.monotonic() < self._retry_at_s:
+            raise UnavailableError("the node could not be reached a moment ago")
+        self._retry_at_s = time.monotonic() + RETRY_S
+        link = Link(
+            node.address,
+            node.instance,
+            maps=True,
+            connect_s=self._config.connect_s,
+            call_s=self._config.metadata_s,
+        )
+        if link.node != (node.name, node.epoch):
+            link.close()
+            raise UnavailableError("the node was restarted after this job was made")
+        self._check_layout(node.layout)
+        self._session = Session(link, node.namespace, node.layout)
+        self._retry_at_s = 0.0
+        memory = link.memory
+        if memory is not None:
+            # The first touch of a mapped page costs as much as copying it; let a thread go ahead of the copies.
+            self._prefault_stop.clear()
+            self._prefault = threading.Thread(
+                target=memory.prefault, args=(self._prefault_stop,), name="headwater-map", daemon=True
+            )
+            self._prefault.start()
+        return self._session
+
+    def _disconnect(self) -> None:
+        if self._prefault is not None:
+            self._prefault_stop.set()
+            self._prefault.join()
+            self._prefault = None
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _check_layout(self, layout: KVLayout) -> None:
+        """Whether this rank's tensors are what the layout says; raises RefusedError naming both values."""
+        mine = self._mine
+        assert mine is not None, "jobs come only after the pages are registered"
+        for index, group in enumerate(layout.groups):
+            expected = (group.shard_layers[self._shard], group.block_bytes)
+            given = (mine.layers[index], mine.block_bytes[index])
+            if expected != given:
+                raise RefusedError(
+                    f"layout.groups[{index}] (layers, block bytes)", f"{expected}", f"{given}", "ranks must agree"
+                )
+
+    # ---- outcomes -------------------------------------------------------------------------------------
+
+    def _report_load(self, job: LoadJob, *, ok: bool) -> None:
+        invalid = set(job.missing)
+        if not ok:
+            invalid.update(block for part in job.parts for block in part.blocks if block != NULL_BLOCK)
+        with self._changed:
+            if not job.sync:
+                self._outcome.received.add(job.request)
+            if invalid:
+                self._outcome.failed.add(job.request)
+                self._outcome.invalid |= invalid
+                self.sums.failed_loads += 1
+            self._loading.discard(job.request)
+            self._changed.notify_all()
+
+    def _report_save(self, job: SaveJob, *, ok: bool) -> None:
+        with self._changed:
+            self._ended.ended[job.ticket] = self._ended.ended.get(job.ticket, 0) + 1
+            if not ok:
+                self._ended.failed.add(job.ticket)
+                self.sums.failed_saves += 1
+            self._changed.notify_all()

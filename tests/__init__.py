@@ -1,0 +1,1 @@
+"""headwater's tests. A package, so that no `tests` of an installed distribution can stand in its place."""

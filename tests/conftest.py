@@ -1,0 +1,56 @@
+"""What all tests share: one printed seed, the model folder, and the order fast before slow."""
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
+DEFAULT_SEED = 20251129
+
+# A loaded machine is no reason to fail, so no deadline; a failure prints what reproduces it.
+hypothesis.settings.register_profile("headwater", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("headwater")
+
+
+def seed_of(config: pytest.Config) -> int:
+    """The seed of this run: --hypothesis-seed, else HEADWATER_TEST_SEED, else always the same."""
+    return int(config.getoption("--hypothesis-seed"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--hypothesis-seed") is None:
+        config.option.hypothesis_seed = int(os.environ.get("HEADWATER_TEST_SEED", DEFAULT_SEED))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {seed_of(config)} (another one: HEADWATER_TEST_SEED=N)"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"to reproduce: HEADWATER_TEST_SEED={seed_of(config)}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
+    if not Path("/dev/nvidiactl").exists():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def seed(request: pytest.FixtureRequest) -> int:
+    """For tests that draw random numbers of their own."""
+    return seed_of(request.config)
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    """The real model, for tests with a real engine."""
+    assert (MODEL / "headwater.json").is_file(), f"no model in {MODEL}: run `make setup`"
+    return MODEL

@@ -1,0 +1,378 @@
+"""Configuration: what each reader takes and refuses, who wins over whom, and that every refusal teaches."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.config import (
+    FILE_VARIABLE,
+    GIB,
+    MIB,
+    SETTINGS,
+    EngineConfig,
+    NodeConfig,
+    child_environment,
+    default_socket,
+    default_value,
+    engine_config,
+    load_config,
+    parse_duration,
+    parse_size,
+    runtime_dir,
+    variable,
+)
+from headwater.errors import ConfigError
+
+
+def refusal(**call: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(**({"env": {}} | call))  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- sizes and durations
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("5GB", 5 * 10**9),
+        ("5 gb", 5 * 10**9),
+        ("5G", 5 * GIB),
+        ("5GiB", 5 * GIB),
+        ("5Gi", 5 * GIB),
+        ("0.5g", GIB // 2),
+        ("1.5KiB", 1536),
+        ("2t", 2 << 40),
+        ("3mb", 3_000_000),
+        ("7k", 7 << 10),
+        (" 4096 ", 4096),
+        ("12 B", 12),
+        ("0.1b", 0),
+        (0, 0),
+        (4096, 4096),
+        (1 << 60, 1 << 60),
+    ],
+)
+def test_sizes(text: object, size: int) -> None:
+    assert parse_size(text) == size
+
+
+NOT_SIZES = ["", " ", "-1", "+1", "NaN", "inf", "1e3", "1_000", "5X", "GiB", ".5g", "5.", "5g5", "5 g b", "0x10"]
+NOT_SIZES_EITHER = ["٣GiB", "2t" * 9, "1048577t", 1 << 61, -1, True, 1.0, math.nan, math.inf, None, [], b"5G"]
+
+
+@pytest.mark.parametrize("text", [*NOT_SIZES, *NOT_SIZES_EITHER])
+def test_not_sizes(text: object) -> None:
+    with pytest.raises(ConfigError, match="not a size; write"):
+        parse_size(text)
+
+
+@given(st.integers(0, 1 << 50), st.sampled_from(["", "b", "kib", "K", "MiB", "gi", "kb", "GB"]))
+def test_whole_sizes_are_exact(number: int, unit: str) -> None:
+    scale = {"": 1, "b": 1, "k": 1024, "m": 1024**2, "g": 1024**3}[unit[:1].lower()]
+    if unit.lower() in ("kb", "gb"):
+        scale = {"k": 1000, "g": 1000**3}[unit[0].lower()]
+    if number * scale <= 1 << 60:
+        assert parse_size(f"{number}{unit}") == number * scale
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 30), ("30s", 30), ("500ms", 0.5), ("2m", 120), ("2 min", 120), ("1h", 3600), (0.25, 0.25)],
+)
+def test_durations(text: object, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", 0, "-1", -1, "NaN", math.nan, math.inf, "inf", "1e3", "5d", "25h", True, None]
+)
+def test_not_durations(text: object) -> None:
+    with pytest.raises(ConfigError, match="not a duration"):
+        parse_duration(text)
+
+
+# ---------------------------------------------------------------- precedence and origin
+
+
+def test_defaults() -> None:
+    effective = load_config(env={})
+    assert set(effective.origin) == set(SETTINGS)
+    assert set(effective.origin.values()) == {"default"}
+    node, engine = effective.config.node, effective.config.engine
+    assert (node.host_memory, node.eviction, node.prefault, node.require) == (4 * GIB, "lru", True, {})
+    assert (engine.node, engine.chunk_tokens, engine.load, engine.save_decode) == ("", 256, "async", True)
+    for name in SETTINGS:
+        if name != "node.socket":
+            assert effective.value(name) == default_value(name), name
+
+
+def test_each_source_wins_over_the_one_below(tmp_path: Path) -> None:
+    file = tmp_path / "headwater.toml"
+    file.write_text('[node]\nhost_memory = "1GiB"\nslab = "1MiB"\ndrain_s = 3\n[log]\nlevel = "debug"\n')
+    env = {variable("node.host_memory"): "2GiB", variable("node.slab"): "2MiB", "PATH": "/bin"}
+    effective = load_config(file, env, {"node.host_memory": "3GiB", "node.eviction": None})
+    node = effective.config.node
+    assert (node.host_memory, node.slab, node.drain_s, node.eviction) == (3 * GIB, 2 * MIB, 3.0, "lru")
+    assert effective.config.log.level == "debug"
+    assert effective.origin["node.host_memory"] == "flag"
+    assert effective.origin["node.slab"] == "env HEADWATER_NODE_SLAB"
+    assert effective.origin["node.drain_s"] == f"file {file}"
+    assert effective.origin["node.eviction"] == "default"
+
+
+def test_the_file_comes_from_the_argument_else_from_the_environment(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text("[engine]\nchunk_tokens = 128\n")
+    second.write_text("[engine]\nchunk_tokens = 512\n")
+    env = {FILE_VARIABLE: str(second)}
+    assert load_config(env=env).config.engine.chunk_tokens == 512
+    assert load_config(first, env).config.engine.chunk_tokens == 128
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_can_come_from_file_variable_and_flag(name: str, tmp_path: Path) -> None:
+    values = {
+        "socket": "unix:/a/b.sock",
+        "node": "unix:/a/b.sock",
+        "metrics": "off",
+        "backing": "/dev/shm",
+        "eviction": "s3fifo",
+        "load": "sync",
+        "level": "error",
+        "require": "kv_dtype=float32",
+        "slab": "2MiB",
+        "host_memory": "8MiB",
+    }
+    section, key = name.split(".")
+    text = values.get(key, {"bool": str(not default_value(name)), "str": "word"}.get(str(SETTINGS[name].type), "7"))
+    file = tmp_path / "c.toml"
+    file.write_text(f"[{section}]\n{key} = {json.dumps(text)}\n")
+    found = [
+        load_config(file, {}).value(name),
+        load_config(env={variable(name): text}).value(name),
+        load_config(env={}, overrides={name: text}).value(name),
+    ]
+    assert found[0] == found[1] == found[2]
+    assert found[0] != default_value(name)
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    for name, it in SETTINGS.items():
+        assert len(it.metadata["help"]) > 10, name
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_unknown_names_are_refused_with_the_nearest_known_one(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[node]\nhost_mem = 1\n")
+    assert refusal(file=file) == f"unknown key node.host_mem (file {file}); the nearest known key is node.host_memory"
+    file.write_text("[nodes]\nhost_memory = 1\n")
+    assert "unknown section [nodes]" in refusal(file=file)
+    assert "[node]" in refusal(file=file)
+    file.write_text("node = 3\n")
+    assert "not a section; write [node]" in refusal(file=file)
+    assert refusal(env={"HEADWATER_NODE_HOSTMEMORY": "1GiB"}) == (
+        "unknown environment variable HEADWATER_NODE_HOSTMEMORY; the nearest known one is HEADWATER_NODE_HOST_MEMORY"
+    )
+    assert "node.host_memory" in refusal(overrides={"node.hostmemory": "1GiB"})
+
+
+def test_a_bad_value_names_field_value_origin_and_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[node]\nhost_memory = nan\n")
+    assert refusal(file=file).startswith(f"node.host_memory = nan (file {file}): not a size; write")
+    assert refusal(env={"HEADWATER_NODE_HOST_MEMORY": ""}).startswith(
+        "node.host_memory = '' (env HEADWATER_NODE_HOST_MEMORY): not a size; write"
+    )
+    assert "(flag): 32 bytes is below the least of 1MiB; is a unit missing" in refusal(
+        overrides={"node.host_memory": "32"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("node.host_memory", 0, "below the least"),
+        ("node.slab", "5000", "not a multiple of 4096"),
+        ("node.slab", "8GiB", "use 0 to have it chosen"),
+        ("node.eviction", "random", "not one of lru, s3fifo"),
+        ("node.load_lease_s", 0, "not a duration"),
+        ("node.max_sessions", 0, "from 1 to 65536"),
+        ("node.max_sessions", "1.5", "not a whole number"),
+        ("node.prefault", "maybe", "neither true nor false"),
+        ("node.prefault", 1, "neither true nor false"),
+        ("node.backing", "shm", "neither memfd nor the absolute path"),
+        ("node.socket", "/run/x.sock", "write unix:"),
+        ("node.socket", "unix:x.sock", "write unix:"),
+        ("node.socket", "tcp:127.0.0.1:1", "write unix:"),
+        ("node.socket", "unix:/" + "x" * 107, "108 bytes, the kernel takes 107"),
+        ("node.socket", "unix:/a\0b", "not text"),
+        ("node.metrics", "7480", "HOST:PORT"),
+        ("node.metrics", "127.0.0.1:", "HOST:PORT"),
+        ("node.metrics", "127.0.0.1:70000", "HOST:PORT"),
+        ("node.metrics", "0.0.0.0:7480", "not a loopback address"),
+        ("node.metrics", "[::]:7480", "not a loopback address"),
+        ("node.metrics", "10.0.0.1:7480", "not a loopback address"),
+        ("node.metrics", "example.org:7480", "not a loopback address"),
+        ("node.metrics", "localhost.example.org:7480", "not a loopback address"),
+        ("node.require", "kv_type=float32", "no field 'kv_type'; the nearest is 'kv_dtype'"),
+        ("node.require", "kv_dtype", "'kv_dtype' has no value"),
+        ("node.require", {"kv_dtype": 1}, "not text"),
+        ("node.require", 3, "neither a table"),
+        ("engine.chunk_tokens", 0, "from 1 to"),
+        ("engine.chunk_tokens", True, "not a whole number"),
+        ("engine.load", "lazy", "not one of async, sync"),
+        ("engine.tenant", 5, "not text"),
+        ("engine.node", "unix:", "write unix:"),
+        ("log.level", "loud", "debug, info, warning, error"),
+    ],
+)
+def test_bad_values(name: str, value: object, says: str) -> None:
+    message = refusal(overrides={name: value})
+    assert says in message
+    assert name in message
+
+
+def test_the_longest_socket_path_is_taken() -> None:
+    assert NodeConfig(socket="unix:/" + "x" * 106).socket.endswith("x")
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    assert "No such file" in refusal(file=tmp_path / "none.toml")
+    assert FILE_VARIABLE in refusal(env={FILE_VARIABLE: str(tmp_path / "none.toml")})
+    file = tmp_path / "c.toml"
+    file.write_bytes(b"[node\n")
+    assert str(file) in refusal(file=file)
+    file.write_bytes(b"\xff\xfe")
+    assert str(file) in refusal(file=file)
+
+
+def test_configurations_built_in_code_are_checked_too() -> None:
+    with pytest.raises(ConfigError, match=r"node\.metrics"):
+        NodeConfig(metrics="0.0.0.0:7480")
+    with pytest.raises(ConfigError, match=re.escape("engine.copy_threads = 0 (in code)")):
+        EngineConfig(copy_threads=0)
+
+
+def test_variables_of_kubernetes_services_are_not_ours() -> None:
+    env = {
+        "HEADWATER_SERVICE_HOST": "10.0.0.1",
+        "HEADWATER_NODE_SERVICE_PORT": "80",
+        "HEADWATER_NODE_SERVICE_PORT_HTTP": "80",
+        "HEADWATER_PORT": "tcp://10.0.0.1:80",
+        "HEADWATER_NODE_PORT_80_TCP_ADDR": "10.0.0.1",
+    }
+    assert set(load_config(env=env).origin.values()) == {"default"}
+    for name in SETTINGS:
+        assert load_config(env={variable(name) + "_SERVICE_HOST": "x"}), name
+        assert not re.search("_(PORT|SERVICE_HOST|SERVICE_PORT)", variable(name)), "Kubernetes may set it"
+    assert "HEADWATER_NODE_SUPPORT" in refusal(env={"HEADWATER_NODE_SUPPORT": "1"})
+
+
+# ---------------------------------------------------------------- what values mean
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:7480", "127.9.9.9:0", "localhost:7480", "[::1]:7480"])
+def test_loopback_addresses(address: str) -> None:
+    host, port = NodeConfig(metrics=address).metrics_address or ("", -1)
+    assert (host, port) == (address.rpartition(":")[0].strip("[]"), int(address.rpartition(":")[2]))
+
+
+def test_metrics_can_be_off() -> None:
+    assert NodeConfig(metrics="OFF").metrics_address is None
+    assert load_config(env={}, overrides={"node.metrics": "off"}).config.node.metrics_address is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "slab", "chosen"),
+    [
+        (4 * GIB, 0, 256 * MIB),
+        (GIB, 0, 128 * MIB),
+        (64 * MIB, 0, 16 * MIB),
+        (2 * MIB, 0, 2 * MIB),
+        (2 * MIB + 5, 0, 2 * MIB),
+        (GIB, 8 * MIB, 8 * MIB),
+    ],
+)
+def test_slab(memory: int, slab: int, chosen: int) -> None:
+    assert NodeConfig(host_memory=memory, slab=slab).slab_bytes == chosen
+
+
+@given(st.integers(MIB, 1 << 42))
+def test_a_chosen_slab_fits_and_is_whole_pages(memory: int) -> None:
+    slab = NodeConfig(host_memory=memory).slab_bytes
+    assert 0 < slab <= memory
+    assert slab % 4096 == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["kv_dtype=float32, tenant=a=b", ["kv_dtype=float32", "tenant=a=b"], {"kv_dtype": "float32", "tenant": "a=b"}],
+)
+def test_requirements(value: object) -> None:
+    config = load_config(env={}, overrides={"node.require": value}).config
+    assert config.node.require == {"kv_dtype": "float32", "tenant": "a=b"}
+
+
+# ---------------------------------------------------------------- engines
+
+
+def test_engine_settings_from_the_extra_config() -> None:
+    extra = {"node": "unix:/run/n.sock", "chunk_tokens": 128, "save": False, "load_s": "2s", "tenant": None}
+    config = engine_config(extra, env={"HEADWATER_ENGINE_TENANT": "blue", "HEADWATER_ENGINE_CHUNK_TOKENS": "64"})
+    assert (config.node, config.chunk_tokens, config.save, config.load_s) == ("unix:/run/n.sock", 128, False, 2.0)
+    assert config.tenant == "blue"
+    assert engine_config({}, env={}) == EngineConfig()
+
+
+def test_an_unknown_engine_key_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        engine_config({"chunk_size": 1}, env={})
+    assert str(caught.value) == (
+        "unknown key 'chunk_size' (kv_connector_extra_config); the nearest known key is 'chunk_tokens'"
+    )
+    with pytest.raises(ConfigError, match=re.escape("engine.save = 'si' (kv_connector_extra_config)")):
+        engine_config({"save": "si"}, env={})
+
+
+def test_no_engine_key_differs_from_the_tree() -> None:
+    for it in fields(EngineConfig):
+        assert engine_config({it.name: default_value(f"engine.{it.name}")}, env={}) == EngineConfig()
+
+
+# ---------------------------------------------------------------- places and children
+
+
+def test_runtime_dir(tmp_path: Path) -> None:
+    assert runtime_dir({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "headwater"
+    fallback = Path(f"/tmp/headwater-{os.getuid()}")
+    for base in ("", "relative", str(tmp_path / "absent")):
+        assert runtime_dir({"XDG_RUNTIME_DIR": base}) == fallback
+    assert runtime_dir({}) == fallback
+    assert default_socket({"XDG_RUNTIME_DIR": str(tmp_path)}) == f"unix:{tmp_path}/headwater/node.sock"
+    assert load_config(env={"XDG_RUNTIME_DIR": str(tmp_path)}).config.node.socket.startswith(f"unix:{tmp_path}/")
+
+
+def test_children_get_our_environment_without_our_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWATER_NODE_SLAB", "1MiB")
+    monkeypatch.setenv("UNRELATED", "kept")
+    monkeypatch.setenv("UNWANTED", "dropped")
+    env = child_environment({"HEADWATER_LOG_LEVEL": "debug", "UNWANTED": None, "NEVER_THERE": None})
+    assert "HEADWATER_NODE_SLAB" not in env
+    assert "UNWANTED" not in env
+    assert (env["UNRELATED"], env["HEADWATER_LOG_LEVEL"]) == ("kept", "debug")
+    assert os.environ["UNWANTED"] == "dropped"
+    assert load_config().origin["node.slab"] == "env HEADWATER_NODE_SLAB"
