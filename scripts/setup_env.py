@@ -49,11 +49,12 @@ KERNELS = ROOT / "src" / "headwater" / "_kernels"
 
 # The lock was resolved and is tested on 3.11; vLLM itself allows the others, so they are tried after it.
 VERSIONS = ("3.11", "3.13", "3.12", "3.14")
-NEEDED_GB = 6
+NEEDED_GB = 5
 ANOTHER = "make setup PYTHON=/path/to/python3.11"
 # pip says this once a package for each configured index folder that does not have that package.
 NOISE = re.compile(r"is ignored: it is neither a file nor a directory|^\s*$|\[notice\]")
 NOT_FOUND = re.compile(r"No matching distribution found|Could not find a version that satisfies")
+UNREACHABLE = re.compile(r"Retrying \(|ConnectionError|ConnectTimeout|ReadTimeout|SSLError|ProxyError")
 STEPS = ("python", "torch", "packages", "headwater", "model", "check")
 
 
@@ -98,6 +99,8 @@ def progress(step: str, text: str, count: Callable[[], str] = lambda: "") -> Ite
 
 def run(command: list[str], environment: dict[str, str] | None = None) -> str:
     """Run to the end with all output in the log; on failure raise Refused with the lines that matter."""
+    # A PYTHONPATH of the caller's would decide what pip and the checks see as installed.
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     with LOG.open("a") as log:
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()
@@ -107,7 +110,7 @@ def run(command: list[str], environment: dict[str, str] | None = None) -> str:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=str(ROOT),
-            env=dict(os.environ, TMPDIR=str(TEMPORARY), **(environment or {})),
+            env=dict(inherited, TMPDIR=str(TEMPORARY), **(environment or {})),
             text=True,
             errors="replace",
             pass_fds=[_lock_fd()],  # a child that outlives a killed set-up still keeps the next one out
@@ -125,7 +128,8 @@ def run(command: list[str], environment: dict[str, str] | None = None) -> str:
             child.wait()
             raise
     if status != 0:
-        raise Refused("\n".join([f"this failed (status {status}): {' '.join(command)}", *lines[-25:]]))
+        how = f"was killed by signal {-status}; is memory short?" if status < 0 else f"failed with status {status}"
+        raise Refused("\n".join([f"{' '.join(command)}\n{how}", *lines[-25:]]))
     return "\n".join(lines)
 
 
@@ -231,8 +235,8 @@ def make_venv(version: str, path: str) -> None:
 
 def pip_install(*arguments: str) -> str:
     """`pip install` into .venv, exactly what is named."""
-    settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-    return run([str(PYTHON), "-m", "pip", "install", "--no-deps", *arguments], settings)
+    settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_USER": "0"}
+    return run([str(PYTHON), "-m", "pip", "install", "--no-deps", "--progress-bar", "off", *arguments], settings)
 
 
 def python_and_torch(chosen: str | None) -> bool:
@@ -257,7 +261,7 @@ def python_and_torch(chosen: str | None) -> bool:
             with progress("torch", torch):
                 pip_install(torch)
         except Refused as failure:
-            if not NOT_FOUND.search(str(failure)):
+            if UNREACHABLE.search(str(failure)) or not NOT_FOUND.search(str(failure)):
                 raise
             say("torch", f"pip finds no build of it for Python {version}")
             continue
@@ -326,12 +330,20 @@ def write_vllm_metadata(version: str) -> None:
     (folder / "INSTALLER").write_text("headwater\n")
 
 
+def build_tools() -> str:
+    """Which compiler and headers there are; when that changes, a kernel that could not be built is tried again."""
+    probe = "import os, sysconfig; print(os.path.exists(os.path.join(sysconfig.get_path('include'), 'Python.h')))"
+    header = subprocess.run([str(PYTHON), "-c", probe], stdout=subprocess.PIPE, check=True, text=True).stdout.strip()
+    compiler = os.environ.get("CC", "") or shutil.which("cc") or shutil.which("gcc")
+    return f"compiler {compiler}, Python.h {header}"
+
+
 def headwater() -> bool:
     """Install this package, editable, and build the C kernel."""
     sources = [Path(path) for path in sorted(glob.glob(str(KERNELS / "*.[ch]")))]
     made_from = fingerprint(ROOT / "pyproject.toml", ROOT / "setup.py", *map(str, sources), *sources)
     built = [Path(path) for path in glob.glob(str(KERNELS / "_copy*.so"))]
-    if is_done("headwater", made_from) and (built or not sources or is_done("no-kernel", made_from)):
+    if is_done("headwater", made_from) and (built or not sources or is_done("no-kernel", build_tools())):
         return False
     for path in built:  # were the build to fail now, an old one must not pass for the new
         path.unlink()
@@ -339,9 +351,9 @@ def headwater() -> bool:
     with progress("headwater", "editable install and C kernel"):
         pip_install("--no-build-isolation", "--editable", str(ROOT))
     if sources and not glob.glob(str(KERNELS / "_copy*.so")):
-        say("headwater", "no C kernel was built, so numpy does its work, slower. It needs a C compiler and")
-        say("headwater", f"Python.h; once they are there: rm .venv/{STAMPS.name}/no-kernel && make setup")
-        mark_done("no-kernel", made_from)
+        say("headwater", "no C kernel was built, so numpy does its work, slower. With a C compiler and Python.h")
+        say("headwater", f"there, the next `make setup` builds it; why it failed is in .cache/{LOG.name}")
+        mark_done("no-kernel", build_tools())
     mark_done("headwater", made_from)
     return True
 

@@ -280,6 +280,7 @@ def test_variables_of_kubernetes_services_are_not_ours() -> None:
         assert load_config(env={variable(name) + "_SERVICE_HOST": "x"}), name
         assert not re.search("_(PORT|SERVICE_HOST|SERVICE_PORT)", variable(name)), "Kubernetes may set it"
     assert "HEADWATER_NODE_SUPPORT" in refusal(env={"HEADWATER_NODE_SUPPORT": "1"})
+    assert load_config(env={"HEADWATER_TEST_SEED": "7"}), "the test suite's own"
 
 
 # ---------------------------------------------------------------- what values mean

@@ -202,7 +202,7 @@ def test_late_saves_and_loads_are_counted_and_quarantined(tmp_path: Path) -> Non
     late = node.cache.reserve("a", space, None, prompt(2, 3), (), (0,), now[0])
     now[0] += 1000
     assert node.expire() == 2
-    door_part = {"sessions": 0, "instances": 0, "turned_away": 0, "protocol_errors": 0, "calls": {}}
+    door_part = {"sessions": 0, "turned_away": 0, "protocol_errors": 0, "calls": {}}
     seen = figures(render(node.status() | door_part).decode())
     assert (seen["failures_total,kind=expired_load"], seen["failures_total,kind=expired_save"]) == (1, 1)
     assert seen["pool_quarantined_bytes"] == 3 * CHUNK_BYTES

@@ -61,6 +61,8 @@ __all__ = [
 
 PREFIX = "HEADWATER_"
 FILE_VARIABLE = "HEADWATER_CONFIG"
+TEST_PREFIX = "HEADWATER_TEST_"
+"""Variables of the test suite."""
 EXTRA = "kv_connector_extra_config"
 _KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)?)$")
 """The end of variables that Kubernetes gives every pod for a Service named headwater…; not ours."""
@@ -307,10 +309,14 @@ def _read_environment(env: Mapping[str, str]) -> dict[str, object]:
     for name, value in sorted(env.items()):
         if name in names:
             found[names[name]] = value
-        elif name.startswith(PREFIX) and name != FILE_VARIABLE and not _KUBERNETES.search(name):
+        elif name.startswith(PREFIX) and name != FILE_VARIABLE and not _is_foreign(name):
             near = nearest(name, [*names, FILE_VARIABLE])
             raise ConfigError(f"unknown environment variable {name}; the nearest known one is {near}")
     return found
+
+
+def _is_foreign(name: str) -> bool:
+    return name.startswith(TEST_PREFIX) or _KUBERNETES.search(name) is not None
 
 
 def _known(name: str, source: str) -> str:

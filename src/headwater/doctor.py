@@ -21,13 +21,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import headwater
 from headwater import _kernels
 from headwater.config import NodeConfig
 from headwater.errors import HeadwaterError, UnavailableError
 from headwater.node.client import fetch_status
 from headwater.node.messages import PROTOCOL
 from headwater.tiers.host import SPARE_BYTES, available_bytes
+from headwater.version import VERSION
 
 MADV_POPULATE_WRITE = 23
 DESCRIPTORS_SPARE = 128
@@ -77,10 +77,10 @@ def examine(config: NodeConfig, *, node_expected: bool = False) -> Iterator[Find
 
 
 def check_python() -> Finding:
-    """The interpreter's version."""
-    found = platform.python_version()
-    if sys.version_info < (3, 11):
-        return Finding("python", Verdict.FAIL, found, "use Python 3.11 or newer")
+    """The interpreter: addresses are 64 bits wide."""
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.maxsize < 1 << 32:
+        return Finding("python", Verdict.FAIL, f"{found}, 32 bits", "use a 64-bit Python")
     return Finding("python", Verdict.OK, found)
 
 
@@ -202,7 +202,7 @@ def check_copies() -> Finding:
 
 def check_packages() -> Iterator[Finding]:
     """Versions of what we stand on, and of torch where it is."""
-    yield Finding("headwater", Verdict.OK, f"{headwater.__version__}, protocol {PROTOCOL}")
+    yield Finding("headwater", Verdict.OK, f"{VERSION}, protocol {PROTOCOL}")
     for name in ("numpy", "msgspec", "prometheus-client", "rich"):
         version = _version(name)
         if version is None:
@@ -248,7 +248,7 @@ def check_directory(directory: Path) -> Finding:
     """Whether a node can have its socket here, and nobody else can take its place."""
     name = "socket directory"
     try:
-        found = directory.lstat()
+        found = directory.stat()
     except FileNotFoundError:
         parent = next(it for it in directory.parents if it.exists())
         if os.access(parent, os.W_OK | os.X_OK):
@@ -259,11 +259,11 @@ def check_directory(directory: Path) -> Finding:
         return Finding(name, Verdict.FAIL, f"{directory}: {error.strerror}", "choose another node.socket")
     mode = f"{directory}, mode {stat.S_IMODE(found.st_mode):04o}, owner {found.st_uid}"
     if not stat.S_ISDIR(found.st_mode):
-        return Finding(
-            name, Verdict.FAIL, mode, "it is not a directory itself; remove it or choose another node.socket"
-        )
+        return Finding(name, Verdict.FAIL, mode, "not a directory; remove it or choose another node.socket")
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
         return Finding(name, Verdict.FAIL, mode, f"others can write there: chmod 700 {directory}")
+    if found.st_uid not in (os.getuid(), 0):
+        return Finding(name, Verdict.FAIL, mode, "it is another user's; choose another node.socket")
     if not os.access(directory, os.W_OK | os.X_OK):
         return Finding(name, Verdict.FAIL, mode, "this user cannot write there; choose another node.socket")
     return Finding(name, Verdict.OK, mode)
@@ -279,8 +279,8 @@ def check_node(address: str, expected: bool) -> Finding:
     except HeadwaterError as error:
         return Finding("node", Verdict.FAIL, str(error), "use the same headwater for the node and for this command")
     found = f"headwater {state['version']}, protocol {state['protocol']} at {address}"
-    if state["version"] != headwater.__version__:
-        remedy = f"this is headwater {headwater.__version__}; restart the node with it when convenient"
+    if state["version"] != VERSION:
+        remedy = f"this is headwater {VERSION}; restart the node with it when convenient"
         return Finding("node", Verdict.WARN, found, remedy)
     return Finding("node", Verdict.OK, found)
 

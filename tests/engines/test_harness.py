@@ -10,8 +10,11 @@ from tests.engines.oracle import WrongKV, continuation
 from tests.engines.workload import check_outputs, words, workload
 
 CONNECTOR = "tests.engines.memory_connector.MemoryConnector"
-ASYNCHRONOUS = pytest.mark.parametrize("asynchronous", [False, True], ids=["step-by-step", "one-ahead"])
-RUNNER = pytest.mark.parametrize("second_runner", [False, True], ids=["runner-1", "runner-2"])
+MODES = pytest.mark.parametrize(
+    "mode",
+    [{"asynchronous": False, "second_runner": False}, {"asynchronous": True, "second_runner": True}],
+    ids=["as-on-cpu", "as-on-gpu"],
+)
 SHAPES = {
     "dense": Shape(),
     "window": Shape(window_tokens=40),
@@ -28,19 +31,17 @@ def _empty_stores() -> Iterator[None]:
     memory_connector.STORES.clear()
 
 
-@ASYNCHRONOUS
-@RUNNER
+@MODES
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_without_a_connector(shape: Shape, asynchronous: bool, second_runner: bool) -> None:
-    engine = Engine(shape, asynchronous=asynchronous, second_runner=second_runner)
+def test_without_a_connector(shape: Shape, mode: dict) -> None:
+    engine = Engine(shape, **mode)
     check_outputs(engine, workload(engine, 1))
     engine.close()
 
 
-@ASYNCHRONOUS
-@RUNNER
-def test_preemption(asynchronous: bool, second_runner: bool) -> None:
-    engine = Engine(Shape(blocks=14, max_tokens=200), asynchronous=asynchronous, second_runner=second_runner)
+@MODES
+def test_preemption(mode: dict) -> None:
+    engine = Engine(Shape(blocks=14, max_tokens=200), **mode)
     prompts = {f"{n}": words(60, n) for n in range(4)}
     for name, prompt in prompts.items():
         engine.add(name, prompt, max_tokens=60)
@@ -50,15 +51,12 @@ def test_preemption(asynchronous: bool, second_runner: bool) -> None:
     engine.close()
 
 
-@ASYNCHRONOUS
-@RUNNER
+@MODES
 @pytest.mark.parametrize("loads", [{"asynchronous": False}, {"delay_steps": 1}, {"delay_steps": 5}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_second_engine_loads(shape: Shape, loads: dict, asynchronous: bool, second_runner: bool) -> None:
+def test_a_second_engine_loads(shape: Shape, loads: dict, mode: dict) -> None:
     extra = {"store": "shared", **loads}
-    first, second = (
-        Engine(shape, CONNECTOR, extra, asynchronous=asynchronous, second_runner=second_runner) for _ in range(2)
-    )
+    first, second = (Engine(shape, CONNECTOR, extra, **mode) for _ in range(2))
     check_outputs(first, workload(first, 2))
     prompts = workload(second, 2)
     check_outputs(second, prompts)

@@ -151,11 +151,26 @@ def in_old_vllm(code: str, version: str = OLDEST) -> subprocess.CompletedProcess
 
 IMPORT_AND_LOOK = """
 import inspect
+from types import SimpleNamespace as Record
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
 from headwater.engines.vllm import HeadwaterConnector, register
+
 assert not inspect.isabstract(HeadwaterConnector), HeadwaterConnector.__abstractmethods__
 assert not HeadwaterConnector.requires_piecewise_for_cudagraph({})
 HeadwaterConnector.build_kv_connector_stats()
 HeadwaterConnector.build_kv_connector_stats(None)
+spec = FullAttentionSpec()
+spec.block_size = 16
+kv_cache = Record(num_blocks=4, kv_cache_groups=[Record(layer_names=["0"], kv_cache_spec=spec)], kv_cache_tensors=[])
+transfer = Record(kv_connector_extra_config={}, engine_id="engine", kv_load_failure_policy="recompute")
+parallel = Record(tensor_parallel_size=1, pipeline_parallel_size=1, world_size=1, rank=0)
+config = Record(kv_transfer_config=transfer, parallel_config=parallel)
+connector = HeadwaterConnector(config, KVConnectorRole.SCHEDULER, kv_cache)
+assert connector.get_finished_count() is None
+connector.shutdown()
 print("imported with", __import__("vllm").__version__)
 """
 

@@ -44,7 +44,7 @@ class MovedClock:
 
 
 class Rig:
-    """A node served by a thread of the test, with its insides in reach. Look at them only while it has nothing to do."""
+    """A node served by a thread of the test; look at its insides only while it has nothing to do."""
 
     def __init__(self, config: NodeConfig) -> None:
         self.clock = MovedClock()

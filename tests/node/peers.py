@@ -28,6 +28,7 @@ from typing import Any
 import headwater
 from headwater.config import NodeConfig
 from headwater.errors import ConfigError, HeadwaterError
+from headwater.node.address import Listener
 from headwater.node.client import Link, Session
 from headwater.node.driver import Node
 from headwater.node.messages import PROTOCOL, Hello, Reserve, encode
@@ -135,13 +136,13 @@ class Peer:
         return self.channel.hear(within_s)
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
-        os.kill(self.pid, number)
+        """Send it a signal, if it is still there."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL, unless it is gone already; returns when it is."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         self.ended()
 
     def ended(self, within_s: float = REPORT_S) -> list[Any]:
@@ -309,13 +310,13 @@ def serve(
     *,
     checked: bool = False,
     quiet: bool = False,
-    late_s: float = 0.0,
+    late: bool = False,
     **settings: Any,
 ) -> None:
     """A node process with the signal handling of `headwater node`: SIGTERM drains.
 
-    `checked` asserts the cache's invariants at every tick; `late_s` is how long the start is stretched between
-    the handlers and the socket.
+    `checked` asserts the cache's invariants at every tick; `late` has the start wait for a signal between the
+    handlers and the socket.
     """
     if quiet:
         logging.disable(logging.WARNING)
@@ -329,12 +330,11 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    begun_s = time.monotonic()
     config = NodeConfig(**{"socket": address, "host_memory": 8 << 20, "slab": 64 << 10, **settings})
     node = Node(config)
-    if late_s:
+    if late:
         channel.tell("starting")
-        while time.monotonic() < begun_s + late_s and not stopped:
+        while not stopped:
             signal.sigtimedwait([], 0.01)
     try:
         server = Server(node)
@@ -360,25 +360,23 @@ def serve(
 
 def rival(channel: Channel, address: str) -> None:
     """One of many that start a node on one path at the same instant: it tells how that went and stays."""
-    node = Node(NodeConfig(socket=address, host_memory=1 << 20, slab=64 << 10, prefault=False))
     channel.tell("ready")
     channel.hear()
     try:
-        server = Server(node)
+        listener = Listener(address)
     except ConfigError as error:
         channel.tell({"refused": str(error)})
         return
     channel.tell("won")
     channel.hear()
-    server.stop()
-    server.serve_forever()
+    listener.close()
 
 
-def as_nobody(channel: Channel, action: str, **arguments: Any) -> None:
+def as_user(channel: Channel, user: int, action: str, **arguments: Any) -> None:
     """Try something as another, powerless user; tells the error's type and text."""
     os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
+    os.setgid(user)
+    os.setuid(user)
     try:
         {"connect": _connect, "lock": _lock, "listen": _listen}[action](**arguments)
     except (HeadwaterError, OSError) as error:
@@ -388,12 +386,15 @@ def as_nobody(channel: Channel, action: str, **arguments: Any) -> None:
     channel.stay()
 
 
+_kept: list[object] = []
+
+
 def _connect(address: str) -> None:
-    Link(address, "other", maps=True, connect_s=1.0, call_s=1.0)
+    _kept.append(Link(address, "other", maps=True, connect_s=1.0, call_s=1.0))
 
 
 def _listen(address: str) -> None:
-    Server(Node(NodeConfig(socket=address, host_memory=1 << 20, prefault=False)))
+    _kept.append(Listener(address))
 
 
 def _lock(size_bytes: int, limit_bytes: int) -> None:

@@ -114,8 +114,7 @@ static bool array_get(PyObject *object, const char *name, char kind, Py_buffer *
     if (PyObject_GetBuffer(object, view, PyBUF_RECORDS_RO) < 0)
         return false;
     const char *format = view->format ? view->format : "B";
-    bool native = strlen(format) == 1 && view->itemsize == 8;
-    if (!native || !strchr(kind == 'Q' ? "QL" : "ql", *format))
+    if (strlen(format) != 1 || !strchr(kind == 'Q' ? "QL" : "ql", *format))
         PyErr_Format(PyExc_TypeError, "%s: want format %c, got %s", name, kind, format);
     else if (view->ndim != 1)
         PyErr_Format(PyExc_ValueError, "%s: want 1 dimension, got %d", name, view->ndim);

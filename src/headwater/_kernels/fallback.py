@@ -121,7 +121,7 @@ def _pieces(
 
 def _array(array: Any, name: str, formats: str) -> npt.NDArray[np.uint64]:
     view = memoryview(array)
-    if view.itemsize != 8 or view.format not in tuple(formats):
+    if view.format not in tuple(formats):
         raise TypeError(f"{name}: want format {formats[0]}, got {view.format}")
     if view.ndim != 1 or not view.c_contiguous:
         raise ValueError(f"{name}: want 1 dimension, contiguous")

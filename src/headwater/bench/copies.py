@@ -32,7 +32,7 @@ from headwater.engines.paged_kv import CpuPagedKV
 from headwater.errors import ResourceError
 from headwater.node.client import Link, Session
 from headwater.ports import Addresses, BlockIds
-from headwater.types import KEY_BYTES, PAGE_BYTES, ChunkKey, KVGroup, KVLayout, Namespace
+from headwater.types import KEY_BYTES, ChunkKey, KVGroup, KVLayout, Namespace
 
 COLD_BYTES = 1 << 30
 QUICK_BYTES = 64 << 20

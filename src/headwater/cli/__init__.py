@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
-import headwater
 from headwater.errors import ConfigError, HeadwaterError
 from headwater.values import nearest
+from headwater.version import VERSION
 
 
 class Module(Protocol):
@@ -43,7 +43,10 @@ COMMANDS = {
     "node": Command("headwater.cli.node", "serve this host's KV memory to its engines"),
     "status": Command("headwater.cli.status", "what a node holds, who uses it, and how often it helps"),
     "doctor": Command("headwater.cli.doctor", "check this host, and say what is missing and what to do"),
+    "bench": Command("headwater.bench.command", "measure this machine, each figure beside its yardstick"),
+    "demo": Command("headwater.demo.command", "two real vLLM instances share one cache, step by step"),
     "config": Command("headwater.cli.config", "the settings in effect and where each one comes from"),
+    "demo": Command("headwater.demo.command", "two real vLLM instances share one KV cache through a node"),
     "version": Command("headwater.cli.version", "versions of headwater, its protocol and Python"),
 }
 
@@ -76,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = cast(Module, import_module(COMMANDS[name].module))
     parser = argparse.ArgumentParser(
         prog=f"headwater {name}",
-        description=COMMANDS[name].summary.capitalize() + ".",
+        description=f"{COMMANDS[name].summary[0].upper()}{COMMANDS[name].summary[1:]}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -106,7 +109,7 @@ def _without_command(name: str) -> int:
         print(outline(), end="")
         return 0
     if name in ("-V", "--version"):
-        print(f"headwater {headwater.__version__}")
+        print(f"headwater {VERSION}")
         return 0
     if name:
         print(f"headwater: no command {name!r}; the nearest is {nearest(name, COMMANDS)!r}", file=sys.stderr)

@@ -10,10 +10,24 @@ from typing import TypeVar
 from headwater.cli.show import show_setting
 from headwater.config import FILE_VARIABLE, SECTIONS, SETTINGS, Effective, default_value, load_config, variable
 from headwater.errors import ConfigError
-from headwater.values import memory_size, parse_duration, parse_size
+from headwater.values import (
+    loopback_address,
+    memory_backing,
+    memory_size,
+    parse_duration,
+    parse_size,
+    socket_address,
+)
 
 T = TypeVar("T")
-METAVARS = {memory_size: "SIZE", parse_size: "SIZE", parse_duration: "DURATION"}
+METAVARS = {
+    memory_size: "SIZE",
+    parse_size: "SIZE",
+    parse_duration: "DURATION",
+    socket_address: "ADDRESS",
+    loopback_address: "HOST:PORT",
+    memory_backing: "memfd|DIRECTORY",
+}
 SPELLINGS = "Sizes: 512MiB, 32GiB, 0.5g (powers of 1024), 32GB (10**9). Durations: 30s, 500ms, 2m."
 
 
@@ -55,7 +69,7 @@ def add_setting(parser: argparse.ArgumentParser, name: str, flag: str) -> None:
     elif it.type == "dict[str, str]":
         parser.add_argument(flag, dest=name, action="append", metavar="FIELD=VALUE", help=f"{purpose}; may be repeated")
     else:
-        metavar = METAVARS.get(it.metadata["parse"], name.rpartition(".")[2].upper())
+        metavar = METAVARS.get(it.metadata["parse"], "NUMBER" if it.type == "int" else "WORD")
         parser.add_argument(flag, dest=name, metavar=metavar, help=purpose)
 
 

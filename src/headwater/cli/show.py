@@ -7,7 +7,7 @@ from rich.console import Console
 from headwater.config import SETTINGS
 from headwater.values import memory_size, parse_size
 
-WIDTH_OF_FILES = 160
+WIDTH_OF_FILES = 1000
 SIZES = (memory_size, parse_size)
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 

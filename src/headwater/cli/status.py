@@ -50,10 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
     address = arguments.node or read_config(arguments).config.node.socket
     if arguments.watch is not None:
         _watch(address, arguments.watch, arguments.json)
-    elif arguments.json:
-        print(json.dumps(fetch_status(address, TIMEOUT_S)))
+        return 0
+    try:
+        state = fetch_status(address, TIMEOUT_S)
+    except UnavailableError as error:
+        raise UnavailableError(f"{error}; start one with `headwater node`, or name it with --node") from error
+    if arguments.json:
+        print(json.dumps(state))
     else:
-        console().print(report(address, fetch_status(address, TIMEOUT_S)))
+        console().print(report(address, state))
     return 0
 
 
@@ -103,7 +108,7 @@ def _summary(address: str, state: State) -> Table:
     )
     table.add_row("up", show_span(state["uptime_s"]) + (", draining" if state["draining"] else ""))
     table.add_row("memory", f"{show_size(taken)} of {show_size(capacity)} ({show_share(taken, capacity)}){quarantine}")
-    table.add_row("engines", f"{state['instances']} alive, {state['sessions']} connections")
+    table.add_row("engines", f"{state['instances']} alive; {state['sessions']} connections, this one included")
     table.add_row("running", f"{tickets['load']} loads, {tickets['save']} saves")
     table.add_row("trouble", ", ".join(f"{count} {name}" for name, count in trouble.items() if count) or "none")
     return table

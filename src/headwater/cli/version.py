@@ -6,9 +6,9 @@ import argparse
 import json
 import platform
 
-import headwater
 from headwater.cli.options import add_json
 from headwater.node.messages import PROTOCOL
+from headwater.version import VERSION
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the versions."""
-    found = {"headwater": headwater.__version__, "protocol": PROTOCOL, "python": platform.python_version()}
+    found = {"headwater": VERSION, "protocol": PROTOCOL, "python": platform.python_version()}
     if arguments.json:
         print(json.dumps(found))
     else:

@@ -102,7 +102,7 @@ class TorchDevice:
     def upload(self, stream: Stream, numbers: BlockIds) -> torch.Tensor:
         """Goes through torch's pinned allocator, which keeps the buffer until the stream has read it."""
         with torch.cuda.stream(stream):
-            return torch.from_numpy(numbers).pin_memory().to(self._device, non_blocking=True)
+            return torch.tensor(numbers, pin_memory=True).to(self._device, non_blocking=True)
 
     def take(self, stream: Stream, pages: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> None:
         """See `Device`."""

@@ -279,19 +279,16 @@ class CudaPagedKV:
 
     def _parts(self, group: int, piece: Piece, slot: Slot) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """A piece as (pages, staging) pairs in words: one for each stack that it touches."""
-        block_bytes = self.groups[group].block_bytes
+        layer_bytes = piece.blocks * self.groups[group].block_bytes
+        first, last = piece.first, piece.first + piece.layers
         found = []
-        for stack in self._stacks[group]:
-            first = max(piece.first, stack.first)
-            end = min(piece.first + piece.layers, stack.first + stack.pages.shape[0])
-            if first >= end:
-                continue
-            offset = (first - piece.first) * piece.blocks * block_bytes
-            size = (end - first) * piece.blocks * block_bytes
-            words = slot.buffer[offset : offset + size].view(stack.pages.dtype)
-            found.append(
-                (stack.pages[first - stack.first : end - stack.first], words.view(end - first, piece.blocks, -1))
-            )
+        while first < last:
+            stack = self._stacks[group][first]
+            end = min(last, stack.first + stack.pages.shape[0])
+            staged = slot.buffer[(first - piece.first) * layer_bytes : (end - piece.first) * layer_bytes]
+            words = staged.view(stack.pages.dtype).view(end - first, piece.blocks, -1)
+            found.append((stack.pages[first - stack.first : end - stack.first], words))
+            first = end
         return found
 
     def _moves(
@@ -337,17 +334,15 @@ def open_paged_kv(
 
 
 def _stacks(group: GroupPages, tensors: Sequence[torch.Tensor]) -> list[Stack]:
-    """The layers of a group as few tensors, so that one kernel serves many layers."""
+    """The layers of a group as few tensors, so that one kernel serves many layers: for each layer its stack."""
     stacks: list[Stack] = []
-    start = 0
-    while start < len(tensors):
+    while len(stacks) < len(tensors):
+        start = len(stacks)
         end = _run_end(group, tensors, start)
         it = group.layers[start]
         gap = group.layers[start + 1].base - it.base if end - start > 1 else 0
-        stacks.append(
-            Stack(start, _words(tensors[start], end - start, gap, group.blocks, it.stride_bytes, it.block_bytes))
-        )
-        start = end
+        pages = _words(tensors[start], end - start, gap, group.blocks, it.stride_bytes, it.block_bytes)
+        stacks += [Stack(start, pages)] * (end - start)
     return stacks
 
 

@@ -43,7 +43,9 @@ def split(
     No piece is above `piece_bytes`, which is at least `block_bytes`.
     """
     spans = _spans(places, block_bytes, piece_bytes // block_bytes)
-    widest = max((end - start for start, end in spans), default=1)
+    if not spans:
+        return []
+    widest = max(end - start for start, end in spans)
     step = max(1, min(layers, piece_bytes // (widest * block_bytes)))
     groups = []
     for first in range(0, layers, step):
@@ -59,11 +61,8 @@ def split(
 
 def _spans(places: Addresses, block_bytes: int, longest: int) -> list[tuple[int, int]]:
     """Runs of positions with adjacent places, cut into spans of at most `longest` blocks."""
-    if not len(places):
-        return []
     breaks = np.flatnonzero(np.diff(places) != np.uint64(block_bytes)) + 1
-    bounds = [0, *breaks.tolist(), len(places)]
     spans = []
-    for start, end in pairwise(bounds):
+    for start, end in pairwise([0, *breaks.tolist(), len(places)] if len(places) else []):
         spans += [(it, min(it + longest, end)) for it in range(start, end, longest)]
     return spans

@@ -1,1 +1,1 @@
-"""What a node tells about itself in figures: histograms of calls, Prometheus' text, and the door that serves it."""
+"""What a node tells about itself in figures: its state in Prometheus' words, and the door that serves it."""

@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from headwater.metrics.latency import BOUNDS_S
+from headwater.node.latency import BOUNDS_S
 
 State = dict[str, Any]
 
@@ -101,7 +101,7 @@ def _of_node(state: State) -> Iterator[Metric]:
     yield GaugeMetricFamily("headwater_uptime_seconds", "Since the node started.", value=state["uptime_s"])
     yield GaugeMetricFamily("headwater_draining", "1 while the node is stopping.", value=int(state["draining"]))
     yield GaugeMetricFamily("headwater_sessions", "Open connections.", value=state["sessions"])
-    yield GaugeMetricFamily("headwater_instances", "Engines with a process alive.", value=state["instances"])
+    yield GaugeMetricFamily("headwater_instances", "Registered engines with a process alive.", value=state["instances"])
     tickets = GaugeMetricFamily("headwater_tickets", "Running loads and saves.", labels=["kind"])
     for kind, count in state["tickets"].items():
         tickets.add_metric([kind], count)

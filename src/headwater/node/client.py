@@ -13,12 +13,12 @@ import socket
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
 
-import headwater
 from headwater.errors import HeadwaterError, ProtocolError, RefusedError, ResourceError, UnavailableError
 from headwater.node.address import socket_path
 from headwater.node.messages import (
@@ -52,6 +52,7 @@ from headwater.node.messages import (
 )
 from headwater.tiers.host import MappedMemory
 from headwater.types import ChunkKey, KVLayout, Loadable, Namespace, Reservation, pack_keys
+from headwater.version import VERSION
 
 DESCRIPTORS_MAX = 64
 READ_BYTES = 1 << 16
@@ -65,14 +66,14 @@ class Link:
     def __init__(self, address: str, instance: str, *, maps: bool, connect_s: float, call_s: float) -> None:
         """Connect and greet; raises UnavailableError, RefusedError, ProtocolError or ResourceError."""
         self._call_s = self._deadline_s = call_s
-        self._received = bytearray()
+        self._buffer = memoryview(bytearray(READ_BYTES))
         self.memory: MappedMemory | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             _set_deadline(self._socket, connect_s)
             self._socket.connect(str(socket_path(address)))
             self._check_owner()
-            self._socket.sendall(encode(Hello(PROTOCOL, headwater.__version__, instance, maps)))
+            self._socket.sendall(encode(Hello(PROTOCOL, VERSION, instance, maps)))
             self.welcome, descriptors = self._receive_welcome(connect_s, maps)
             if maps:
                 self._take(descriptors)
@@ -131,21 +132,29 @@ class Link:
         while sent < len(frame):
             self._wait_until(until_s)
             sent += self._socket.send(memoryview(frame)[sent:])
-        received, parts = self._received, 0
+        if sent > READ_BYTES:
+            self._wait_until(until_s)
+        buffer = self._buffer
+        count = self._socket.recv_into(buffer)
+        if count >= HEADER_BYTES and count == HEADER_BYTES + body_bytes(buffer):
+            return decode_reply(buffer[HEADER_BYTES:count])
+        return self._receive_rest(count, until_s)
+
+    def _receive_rest(self, count: int, until_s: float) -> Reply:
+        """A reply of which `count` bytes have come so far, in the buffer."""
+        received = bytearray()
         while True:
+            if not count:
+                raise ConnectionResetError("the node closed the connection")
+            received += self._buffer[:count]
             if len(received) >= HEADER_BYTES:
                 end = HEADER_BYTES + body_bytes(received)
-                if len(received) >= end:
-                    reply = decode_reply(bytes(received[HEADER_BYTES:end]))
-                    del received[:end]
-                    return reply
-            if parts or sent > READ_BYTES:
-                self._wait_until(until_s)
-            part = self._socket.recv(READ_BYTES)
-            if not part:
-                raise ConnectionResetError("the node closed the connection")
-            received += part
-            parts += 1
+                if len(received) > end:
+                    raise ProtocolError(f"{len(received) - end} bytes came after the reply")
+                if len(received) == end:
+                    return decode_reply(bytes(received[HEADER_BYTES:]))
+            self._wait_until(until_s)
+            count = self._socket.recv_into(self._buffer)
 
     def _wait_until(self, until_s: float) -> None:
         """Let the next system call wait for what is left of the time; raises TimeoutError if nothing is."""
@@ -163,9 +172,11 @@ class Link:
             raise RefusedError("node's user", f"{own} or root", f"{owner}", "run the node as this user or as root")
 
     def _receive_welcome(self, connect_s: float, maps: bool) -> tuple[Welcome, list[int]]:
-        part, descriptors, _, _ = socket.recv_fds(
-            self._socket, READ_BYTES, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
-        )
+        # Not socket.recv_fds: it drops the flag that keeps the descriptors from programs that this process starts.
+        space = socket.CMSG_SPACE(DESCRIPTORS_MAX * 4)
+        part, ancillary, _, _ = self._socket.recvmsg(READ_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+        rights = [data for level, kind, data in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)]
+        descriptors = list(array("i", b"".join(rights)))
         try:
             if not part:
                 raise ConnectionResetError("the node closed the connection during the handshake")

@@ -14,7 +14,6 @@ from dataclasses import fields
 
 import msgspec
 
-import headwater
 from headwater.config import NodeConfig
 from headwater.core.cache import Cache, Space
 from headwater.core.eviction import POLICIES
@@ -49,6 +48,7 @@ from headwater.node.messages import (
 from headwater.ports import Clock
 from headwater.tiers.host import MappedMemory, create_memory
 from headwater.types import KEY_BYTES, ChunkKey, KVLayout, Namespace, split_keys
+from headwater.version import VERSION
 
 SPACES_MAX = 4096
 TICKETS_MAX = 65_536
@@ -115,14 +115,14 @@ class Node:
         if hello.protocol != PROTOCOL:
             raise RefusedError(
                 "protocol",
-                f"{PROTOCOL} (headwater {headwater.__version__})",
+                f"{PROTOCOL} (headwater {VERSION})",
                 f"{hello.protocol} (headwater {hello.version})",
                 "install the same headwater version on both sides",
             )
         if not 0 < len(hello.instance) <= 200:
             raise RefusedError("instance", "1 to 200 characters", f"{len(hello.instance)}", "choose another name")
         sizes = tuple(self.memory.sizes) if hello.maps else ()
-        return Welcome(PROTOCOL, headwater.__version__, self.name, self.epoch, sizes)
+        return Welcome(PROTOCOL, VERSION, self.name, self.epoch, sizes)
 
     def handle(self, instance: str, request: Request) -> Reply:
         """Serve one request of an instance; raises RefusedError or ProtocolError."""
@@ -280,7 +280,7 @@ class Node:
         kinds = [ticket.kind.value for ticket in list(cache.tickets.values())]
         return {
             "node": self.name,
-            "version": headwater.__version__,
+            "version": VERSION,
             "protocol": PROTOCOL,
             "epoch": self.epoch,
             "uptime_s": round(self.clock.now() - self.started_s, 3),

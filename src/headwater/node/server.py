@@ -32,9 +32,11 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 FRAME_S = 10.0
+LOG_S = 1.0
 READ_BYTES = 256 << 10
 PENDING_BYTES_MAX = 1 << 20
 FRAMES_A_TURN = 32
+READABLE = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR
 REFUSED_CHARS_MAX = 500
 
 
@@ -65,7 +67,8 @@ class Server:
         self._alive: dict[str, int] = {}
         self._backlog: dict[Session, None] = {}
         self._deaf = False
-        self._buffer = bytearray(READ_BYTES)
+        self._complain_from_s = 0.0
+        self._buffer = memoryview(bytearray(READ_BYTES))
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
         self._stopping = False
@@ -94,15 +97,17 @@ class Server:
     def serve_forever(self) -> None:
         """Serve until stopped; then close all and free the node's memory."""
         clock = self.node.clock
-        next_tick_s = clock.now() + TICK_S
+        now = clock.now()
+        next_tick_s = now + TICK_S
         drain_until_s = None
         try:
             while True:
-                wait_s = 0.0 if self._backlog else max(next_tick_s - clock.now(), 0.0)
+                wait_s = 0.0 if self._backlog else max(next_tick_s - now, 0.0)
                 for descriptor, events in self._epoll.poll(0.02 if drain_until_s else wait_s):
                     self._serve(descriptor, events)
-                for session in list(self._backlog):
-                    self._serve_session(session, 0)
+                if self._backlog:
+                    for session in list(self._backlog):
+                        self._serve_session(session, 0)
                 now = clock.now()
                 if now >= next_tick_s:
                     next_tick_s = now + TICK_S
@@ -157,27 +162,31 @@ class Server:
         try:
             if events & select.EPOLLOUT:
                 self._flush(session)
-            if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
-                self._read(session)
+            if events & READABLE and self._read(session):
+                return
             self._handle_frames(session)
         except ProtocolError as error:
-            self.protocol_errors += 1
-            log.warning("closing a connection of %r: %s", session.instance, error)
-            self._close_session(session)
+            self._close_bad(session, str(error))
         except OSError:  # the peer is gone
             self._close_session(session)
 
-    def _read(self, session: Session) -> None:
+    def _read(self, session: Session) -> bool:
+        """Read what there is; True if that was one frame, with nothing before it, and has been handled."""
         try:
             count = session.socket.recv_into(self._buffer)
         except BlockingIOError:
-            return
+            return False
         if not count:
             raise ConnectionResetError
         received = session.received
         if not received:
+            # Nearly always a request comes alone and whole: then it is handled where it lies.
+            if count >= HEADER_BYTES and not session.pending and count == HEADER_BYTES + body_bytes(self._buffer):
+                self._handle(session, self._buffer[HEADER_BYTES:count])
+                return True
             session.frame_since_s = self.node.clock.now()
-        received += memoryview(self._buffer)[:count]
+        received += self._buffer[:count]
+        return False
 
     def _handle_frames(self, session: Session) -> None:
         """Handle whole frames; what does not fit into this turn, or would be answered into a full buffer, waits."""
@@ -203,7 +212,7 @@ class Server:
                 del self._backlog[session]
             self._watch(session)
 
-    def _handle(self, session: Session, body: bytes) -> None:
+    def _handle(self, session: Session, body: bytes | memoryview) -> None:
         request = decode_request(body)
         try:
             if isinstance(request, Hello):
@@ -263,7 +272,7 @@ class Server:
                 sent = 0
             if sent == len(frame):
                 return
-            del frame[:sent]
+            frame = frame[sent:]
         session.pending += frame
         self._watch(session)
 
@@ -297,6 +306,16 @@ class Server:
             if freed:
                 log.info("instance %r is gone; %d tickets freed", instance, freed)
 
+    def _close_bad(self, session: Session, why: str) -> None:
+        """Close a connection for what its client did; a crowd of such clients gets one line of log a second."""
+        self.protocol_errors += 1
+        now = self.node.clock.now()
+        if now >= self._complain_from_s:
+            self._complain_from_s = now + LOG_S
+            count = self.protocol_errors
+            log.warning("closing a connection of %r: %s (%d such so far)", session.instance, why, count)
+        self._close_session(session)
+
     def _close_session(self, session: Session) -> None:
         descriptor = session.socket.fileno()
         self._epoll.unregister(descriptor)
@@ -329,9 +348,7 @@ class Server:
             if now - it.frame_since_s > FRAME_S and (it.received or not it.instance)
         ]
         for session in late:
-            self.protocol_errors += 1
-            log.warning("closing a connection of %r: no whole frame within %.0f s", session.instance, FRAME_S)
-            self._close_session(session)
+            self._close_bad(session, f"no whole frame within {FRAME_S:.0f} s")
 
     def _close(self) -> None:
         for session in list(self._sessions.values()):

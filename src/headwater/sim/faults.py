@@ -1,0 +1,56 @@
+"""What goes wrong in a simulated world, and how often.
+
+Each seed turns each kind of fault on or off by itself, so that rare combinations and undisturbed stretches
+both happen.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Probabilities by occasion; zero where the kind is off."""
+
+    copy_fails: float
+    """A part's copy fails, leaving torn bytes behind a write."""
+    copy_is_slow: float
+    """A part's copy takes seconds."""
+    message_is_late: float
+    """A message takes seconds, so that others overtake it."""
+    message_repeats: float
+    """A `done` arrives twice."""
+    cancels: float
+    """A request is cancelled at some moment of its life."""
+    kills: float
+    """An instance is killed: first its scheduler, its workers some time later. (At each request's start.)"""
+    pauses: float
+    """An instance or one of its workers is stopped and resumed. (At each request's start.)"""
+    strays: float
+    """Somebody sends a message for a ticket that is not his. (At each request's start.)"""
+    clears: float
+    """The operator clears a namespace. (At each request's start.)"""
+    tick_stalls: float
+    """The node's tick comes seconds late."""
+
+
+def draw_faults(rng: random.Random) -> Faults:
+    """The faults of one world."""
+
+    def sometimes(probability: float) -> float:
+        return probability if rng.random() < 0.6 else 0.0
+
+    return Faults(
+        copy_fails=sometimes(0.1),
+        copy_is_slow=sometimes(0.08),
+        message_is_late=sometimes(0.05),
+        message_repeats=sometimes(0.2),
+        cancels=sometimes(0.35),
+        kills=sometimes(0.1),
+        pauses=sometimes(0.15),
+        strays=sometimes(0.4),
+        clears=sometimes(0.04),
+        tick_stalls=sometimes(0.2),
+    )

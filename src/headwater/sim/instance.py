@@ -1,0 +1,296 @@
+"""A serving engine as the node sees it: a scheduler that asks, workers that copy, requests that may end any time.
+
+What is simulated is the contract between an engine and the node:
+  - a worker copies one part after another and says done when it has stopped, whatever became of the request;
+  - a reader takes bytes for right only if it was done before the deadline;
+  - the scheduler releases a load at any time, a save only before its workers know of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from headwater.core.hashing import KeyChain
+from headwater.sim.memory import Part, part_of
+from headwater.sim.schedule import Process
+from headwater.sim.workload import CHUNK_TOKENS, Model
+from headwater.types import ABSENT, ChunkKey, Loadable, Reservation, TicketKind
+
+if TYPE_CHECKING:
+    from headwater.sim.world import World
+
+Resume = Callable[[Any], None]
+Wait = Callable[[Resume], None]
+"""Something to wait for: called once with what to call when it is there."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """The parts that one worker copies for one ticket; `positions[i]` is the chunk of part i in the call."""
+
+    kind: TicketKind
+    ticket: int
+    deadline_s: float
+    parts: list[Part]
+    positions: list[int]
+    report: Resume
+    stop: bool = False
+    failed: set[int] = field(default_factory=set)
+
+
+class Worker:
+    """One rank: copies for one job at a time, in the order in which they came."""
+
+    def __init__(self, world: World, owner: str, rank: int) -> None:
+        self.process = Process(f"{owner}/{rank}")
+        self.rank = rank
+        self._world, self._owner = world, owner
+        self._jobs: deque[Job] = deque()
+
+    def post(self, job: Job) -> None:
+        """Take a job on."""
+        self._jobs.append(job)
+        if len(self._jobs) == 1:
+            self._copy(job, 0)
+
+    def _copy(self, job: Job, at: int) -> None:
+        if job.stop or self._world.now >= job.deadline_s:
+            job.failed.update(job.positions[at:])
+            at = len(job.parts)
+        if at == len(job.parts):
+            self._end(job)
+            return
+        part = job.parts[at]
+        flaw = None
+        if job.kind is TicketKind.SAVE:
+            self._world.memory.begin_write(part, f"{self.process.name} for #{job.ticket}")
+        else:
+            flaw = self._world.memory.flaw(part)
+        what = f"{self.process.name} {job.kind.value}s {part} for #{job.ticket}"
+        self._world.schedule.after(
+            self._world.copy_s(), what, lambda: self._copied(job, at, flaw), self.process
+        )
+
+    def _copied(self, job: Job, at: int, flaw: str | None) -> None:
+        part = job.parts[at]
+        if self._world.copy_fails():
+            job.failed.add(job.positions[at])
+        elif job.kind is TicketKind.SAVE:
+            self._world.memory.end_write(part)
+        elif job.stop or not self.is_in_time(job):
+            job.failed.add(job.positions[at])
+        else:
+            self._world.oracle.judge_read(part, (flaw, self._world.memory.flaw(part)))
+        self._copy(job, at + 1)
+
+    def is_in_time(self, job: Job) -> bool:
+        """The reader's check after its copy."""
+        return self._world.now < job.deadline_s
+
+    def _end(self, job: Job) -> None:
+        self._jobs.popleft()
+        self._world.worker_is_done(self._owner, job.ticket, self.rank, frozenset(job.failed))
+        job.report(job.failed)
+        if self._jobs:
+            self._copy(self._jobs[0], 0)
+
+
+class Request:
+    """One request's life: look up, load, compute, save what was computed."""
+
+    def __init__(self, instance: Instance, tokens: list[int], answer: list[int]) -> None:
+        self.tokens, self._answer = tokens, answer
+        self._instance, self._world = instance, instance.world
+        self._life = self._live()
+        self._open = True
+        self._loading = 0
+        self._jobs: list[Job] = []
+
+    def start(self) -> None:
+        """Begin."""
+        self._step(None)
+
+    def cancel(self) -> None:
+        """The client is gone: give up what can be given up, tell the workers to stop."""
+        if not self._open:
+            return
+        self._open = False
+        self._life.close()
+        if self._loading:
+            self._instance.release(self._loading)
+        if self._world.rng.random() < 0.5:
+            for job in self._jobs:
+                job.stop = True
+
+    def _step(self, answer: Any) -> None:
+        if not self._open:
+            return
+        try:
+            wait = self._life.send(answer)
+        except StopIteration:
+            self._open = False
+            return
+        wait(self._step)
+
+    def _live(self) -> Generator[Wait, Any, None]:
+        chain = KeyChain(self._instance.root, CHUNK_TOKENS)
+        chain.extend(self.tokens)
+        # An engine computes at least the last token of a prompt itself.
+        wanted = chain.keys[: (len(self.tokens) - 1) // CHUNK_TOKENS]
+        hit = 0
+        for attempt in range(self._world.rng.choice((1, 1, 2, 3))):
+            hit = yield self._ask("match", lambda counts=not attempt: self._instance.match(wanted, counts=counts))
+        local = self._world.rng.randrange(hit + 1) if self._world.rng.random() < 0.4 else 0
+        have = (yield from self._load(wanted, local)) if hit > local else local
+        # Sometimes it offers everything, also what is held already.
+        yield from self._save(chain, self._world.rng.choice((have, have, 0)))
+        self.tokens = self.tokens + self._answer
+        start = len(chain.keys)
+        chain.extend(self.tokens)
+        yield from self._save(chain, start)
+        self._world.conversations.remember(self.tokens)
+
+    def _load(self, keys: list[ChunkKey], local: int) -> Generator[Wait, Any, int]:
+        """Load what the node holds beyond `local` chunks; how many chunks are there then."""
+        found: Loadable = yield self._ask("load", lambda: self._instance.load(keys, local))
+        if not found.ticket:
+            return local
+        self._loading = found.ticket
+        failed: set[int] = yield lambda resume: self._jobs.extend(
+            self._instance.read(found, keys, local, resume)
+        )
+        self._loading = 0
+        # Several groups stand or fall together: which chunks a shorter prefix needs is not what was loaded.
+        first_bad = min(failed, default=found.chunks)
+        return first_bad if self._instance.has_one_group else found.chunks if not failed else local
+
+    def _save(self, chain: KeyChain, start: int) -> Generator[Wait, Any, None]:
+        """Compute and save step by step; the copies go on by themselves."""
+        while start < len(chain.keys):
+            yield self._world.sleep(self._instance.scheduler)
+            end = start + self._world.rng.randrange(1, 4)
+            keys, parent = chain.keys[start:end], chain.keys[start - 1] if start else None
+            lacking = self._instance.lacking(len(keys))
+            granted: Reservation = yield self._ask(
+                "reserve", lambda: self._instance.reserve(parent, keys, lacking)
+            )
+            if granted.ticket:
+                self._jobs.extend(self._instance.write(granted, keys))
+            start += len(keys)
+
+    def _ask(self, verb: str, call: Callable[[], Any]) -> Wait:
+        """One call to the node; a grant that comes too late for this request is given back."""
+
+        def wait(resume: Resume) -> None:
+            def arrive(answer: Any) -> None:
+                if not self._open and verb != "match" and answer.ticket:
+                    self._instance.release(answer.ticket)
+                resume(answer)
+
+            self._world.ask(self._instance, verb, call, arrive)
+
+        return wait
+
+
+class Instance:
+    """One life of a serving engine; when it is restarted, it is another owner."""
+
+    worker_type = Worker
+
+    def __init__(self, world: World, name: str, model: Model, space: int) -> None:
+        self.world, self.owner, self.model, self.space = world, name, model, space
+        self.root = model.namespace.root()
+        self.scheduler = Process(name)
+        self.workers = [self.worker_type(world, name, rank) for rank in range(model.ranks)]
+        self.requests: list[Request] = []
+
+    @property
+    def has_one_group(self) -> bool:
+        """Whether a load that fails in the middle still gives a usable prefix."""
+        return len(self.model.layout.groups) == 1
+
+    @property
+    def processes(self) -> list[Process]:
+        """The scheduler and the workers."""
+        return [self.scheduler, *(worker.process for worker in self.workers)]
+
+    def lacking(self, count: int) -> frozenset[tuple[int, int]]:
+        """Parts of companion groups whose blocks the engine has given up already."""
+        groups, rng = range(len(self.model.layout.groups)), self.world.rng
+        if self.has_one_group or rng.random() < 0.6:
+            return frozenset()
+        return frozenset((group, at) for group in groups for at in range(count) if rng.random() < 0.25)
+
+    def match(self, keys: list[ChunkKey], *, counts: bool) -> int:
+        """Ask the node."""
+        return self.world.node.match(self.owner, self.space, keys, counts=counts)
+
+    def load(self, keys: list[ChunkKey], first: int) -> Loadable:
+        """Ask the node, for all ranks."""
+        return self.world.node.load(self.owner, self.space, keys, first, range(self.model.ranks))
+
+    def reserve(
+        self, parent: ChunkKey | None, keys: list[ChunkKey], lacking: frozenset[tuple[int, int]]
+    ) -> Reservation:
+        """Ask the node."""
+        return self.world.node.reserve(self.owner, self.space, parent, keys, lacking)
+
+    def release(self, ticket: int) -> None:
+        """Tell the node that a ticket is given up."""
+        self.world.tell(self.owner, f"{self.owner} gives up #{ticket}", lambda: self._released(ticket))
+
+    def _released(self, ticket: int) -> None:
+        self.world.node.release(self.owner, ticket)
+        self.world.oracle.stopped(ticket)
+
+    def read(self, found: Loadable, keys: list[ChunkKey], first: int, resume: Resume) -> list[Job]:
+        """Have every worker read; `resume` gets the failed chunks, counted from the start of the prompt."""
+        waiting, failed = len(self.workers), set[int]()
+
+        def report(of_one: set[int]) -> None:
+            nonlocal waiting
+            waiting -= 1
+            failed.update(first + position for position in of_one)
+            if not waiting:
+                resume(failed)
+
+        grant = (found.ticket, found.deadline_s, found.addresses)
+        return [
+            self._post(worker, TicketKind.LOAD, *grant, keys[first:], lambda it: self._tell_scheduler(report, it))
+            for worker in self.workers
+        ]
+
+    def write(self, granted: Reservation, keys: list[ChunkKey]) -> list[Job]:
+        """Have every rank that owns a shard write it."""
+        writers = self.workers[: self.model.layout.shards]
+        grant = (granted.ticket, granted.deadline_s, granted.addresses)
+        return [self._post(it, TicketKind.SAVE, *grant, keys, lambda _: None) for it in writers]
+
+    def _post(
+        self,
+        worker: Worker,
+        kind: TicketKind,
+        ticket: int,
+        deadline_s: float,
+        addresses: tuple[tuple[int, ...], ...],
+        keys: list[ChunkKey],
+        report: Resume,
+    ) -> Job:
+        layout = self.model.layout
+        shard = min(worker.rank, layout.shards - 1)
+        placed = [
+            (at, part_of(layout, keys[at], group, shard, place))
+            for group, places in enumerate(addresses)
+            for at, place in enumerate(places)
+            if place != ABSENT
+        ]
+        job = Job(kind, ticket, deadline_s, [part for _, part in placed], [at for at, _ in placed], report)
+        what = f"{worker.process.name} is to {kind.value} #{ticket}"
+        self.world.schedule.after(self.world.message_s(), what, lambda: worker.post(job), worker.process)
+        return job
+
+    def _tell_scheduler(self, report: Resume, failed: set[int]) -> None:
+        self.world.schedule.after(self.world.message_s(), "", lambda: report(failed), self.scheduler)

@@ -1,0 +1,104 @@
+"""Who asks what in a simulated world: models, instances, and prompts that share stems and grow by turns."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from headwater.types import PAGE_BYTES, HitRule, KVGroup, KVLayout, Namespace
+
+CHUNK_TOKENS = 4
+
+
+def _group(rule: HitRule, pages: int, shards: int, window_tokens: int = 0) -> KVGroup:
+    return KVGroup(CHUNK_TOKENS, pages * PAGE_BYTES, (1,) * shards, rule, window_tokens)
+
+
+def layouts() -> dict[str, KVLayout]:
+    """The kinds of models that can meet in one node; their slots have one to four pages."""
+    full, window, last = HitRule.ALL, HitRule.WINDOW, HitRule.LAST
+    return {
+        "dense": KVLayout(CHUNK_TOKENS, (_group(full, 1, 1),)),
+        "two ranks": KVLayout(CHUNK_TOKENS, (_group(full, 1, 2),)),
+        "large": KVLayout(CHUNK_TOKENS, (_group(full, 4, 1),)),
+        "latent": KVLayout(CHUNK_TOKENS, (_group(full, 3, 1),)),
+        "window": KVLayout(CHUNK_TOKENS, (_group(full, 1, 2), _group(window, 1, 2, 6))),
+        "state": KVLayout(CHUNK_TOKENS, (_group(last, 2, 1), _group(full, 1, 1))),
+        "no full": KVLayout(CHUNK_TOKENS, (_group(window, 1, 1, 5), _group(last, 1, 1))),
+    }
+
+
+READERS = {"latent": 2}
+"""Ranks that read KV which only one writes (a kind that is not named has a reader for each shard)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What an instance serves: its cache identity, its layout and how many ranks run it."""
+
+    kind: str
+    namespace: Namespace
+    layout: KVLayout
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The fixed sizes of one world."""
+
+    models: tuple[Model, ...]
+    instances: tuple[Model, ...]
+    slabs: int
+    requests: int
+    policy: str
+
+
+def draw_plan(rng: random.Random) -> Plan:
+    """One to two models, two to three instances, little memory, so that everything is contested."""
+    kinds = rng.sample(sorted(layouts()), rng.choice((1, 1, 2)))
+    models = []
+    for kind in kinds:
+        layout = layouts()[kind]
+        namespace = Namespace(kind, "bf16", "simulated", layout.fingerprint())
+        models.append(Model(kind, namespace, layout, READERS.get(kind, layout.shards)))
+    instances = [models[0], models[0], *models[1:]]
+    return Plan(
+        models=tuple(models),
+        instances=tuple(instances),
+        slabs=rng.randrange(2, 8),
+        requests=rng.randrange(5, 14),
+        policy=rng.choice(("lru", "s3fifo")),
+    )
+
+
+class Conversations:
+    """Prompts of users: a few system prompts, dialogues that grow, and the odd unique one."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._words = 100
+        self._stems = [self._fresh(rng.randrange(3, 14)) for _ in range(3)]
+        self._open: list[list[int]] = []
+
+    def _fresh(self, count: int) -> list[int]:
+        self._words += count
+        return list(range(self._words - count, self._words))
+
+    def prompt(self) -> list[int]:
+        """The tokens of the next prompt."""
+        rng = self._rng
+        if self._open and rng.random() < 0.5:
+            before = rng.choice(self._open)
+            return before + self._fresh(rng.randrange(1, 7))
+        stem = [] if rng.random() < 0.15 else rng.choice(self._stems)
+        return stem[: rng.randrange(1, len(stem) + 1) if stem else 0] + self._fresh(rng.randrange(1, 9))
+
+    def answer(self) -> list[int]:
+        """The tokens that a model generates."""
+        return self._fresh(self._rng.randrange(0, 7))
+
+    def remember(self, tokens: list[int]) -> None:
+        """A dialogue that users may go on with."""
+        self._open.append(tokens)
+        if len(self._open) > 4:
+            self._open.pop(0)

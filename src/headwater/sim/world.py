@@ -1,0 +1,265 @@
+"""One simulated world: a node, some instances, their users and what goes wrong, all from one seed."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from headwater.core.cache import Cache
+from headwater.core.eviction import POLICIES
+from headwater.core.pool import Pool
+from headwater.ports import EvictionPolicy
+from headwater.sim.faults import draw_faults
+from headwater.sim.instance import Instance, Request, Resume, Wait
+from headwater.sim.memory import Memory
+from headwater.sim.node import SimulatedNode
+from headwater.sim.oracle import Oracle, Violation
+from headwater.sim.schedule import Process, Schedule, VirtualClock
+from headwater.sim.workload import Conversations, Model, draw_plan
+from headwater.types import PAGE_BYTES
+
+__all__ = ["Outcome", "SimulationError", "VirtualClock", "World", "simulate"]
+
+LOAD_S, SAVE_S = 2.0, 5.0
+SLAB_BYTES = 8 * PAGE_BYTES
+EVENTS_MAX = 20_000
+
+MakeCache = Callable[[Pool, EvictionPolicy, float, float], Cache]
+
+
+class SimulationError(AssertionError):
+    """A world went wrong: names the seed, says how to see it again, and holds the log so far."""
+
+    def __init__(self, seed: int, cause: BaseException, log: list[str]) -> None:
+        super().__init__(
+            f"seed {seed}, event {len(log)}: {type(cause).__name__}: {cause}; "
+            f"replay it with: python -m headwater.sim --seed {seed}"
+        )
+        self.seed, self.log = seed, log
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a world came to; equal seeds give equal outcomes."""
+
+    seed: int
+    events: int
+    requests: int
+    lookup_tokens: int
+    hit_tokens: int
+    reads: int
+    expired: int
+    log_sha256: str
+
+
+class World:
+    """Plays one seed to its end; the parts are replaced by tests that break them on purpose."""
+
+    def __init__(
+        self,
+        seed: int,
+        make_cache: MakeCache = Cache,
+        make_pool: type[Pool] = Pool,
+        instance_type: type[Instance] = Instance,
+    ) -> None:
+        self.seed, self.rng = seed, random.Random(seed)
+        self.faults, self.plan = draw_faults(self.rng), draw_plan(self.rng)
+        self.schedule, self.memory = Schedule(), Memory()
+        pool = make_pool([self.plan.slabs * SLAB_BYTES], SLAB_BYTES)
+        self.cache = make_cache(pool, POLICIES[self.plan.policy](), LOAD_S, SAVE_S)
+        spaces = {it: self.cache.add_space(it.namespace, it.layout) for it in self.plan.models}
+        self.oracle = Oracle(self.cache, self.memory)
+        self.node = SimulatedNode(self.cache, self.oracle, self.schedule, self.rng, self.faults)
+        self.conversations = Conversations(self.rng)
+        self._instance_type, self._spaces = instance_type, spaces
+        self._lives = 0
+        self._last_word_s: dict[str, float] = {}
+        self.instances = [self._boot(model) for model in self.plan.instances]
+        self.requests = 0
+
+    # ---- what the parts ask for -----------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """The one time of this world."""
+        return self.schedule.clock.now()
+
+    def message_s(self) -> float:
+        """How long a message takes; some are overtaken."""
+        if self.rng.random() < self.faults.message_is_late:
+            return self.rng.uniform(0.5, 4.0)
+        return self.rng.uniform(0.0002, 0.004)
+
+    def copy_s(self) -> float:
+        """How long the copy of one part takes."""
+        if self.rng.random() < self.faults.copy_is_slow:
+            return self.rng.uniform(1.0, 6.0)
+        return self.rng.uniform(0.01, 0.15)
+
+    def copy_fails(self) -> bool:
+        """Whether the copy of one part fails."""
+        return self.rng.random() < self.faults.copy_fails
+
+    def sleep(self, process: Process) -> Wait:
+        """Wait for as long as a step of computing takes."""
+        return lambda resume: self.schedule.after(
+            self.rng.uniform(0.01, 0.3), "", lambda: resume(None), process
+        )
+
+    def ask(self, instance: Instance, verb: str, call: Callable[[], Any], resume: Resume) -> None:
+        """A call from a scheduler to the node and its answer back."""
+
+        def arrive() -> None:
+            answer = call()
+            self.schedule.after(self.message_s(), "", lambda: resume(answer), instance.scheduler)
+
+        self.tell(instance.owner, "", arrive)
+
+    def tell(self, owner: str, what: str, act: Callable[[], None]) -> None:
+        """A message to the node that nobody waits for."""
+        delay_s = self.message_s()
+        self._last_word_s[owner] = max(self._last_word_s.get(owner, 0.0), self.now + delay_s)
+        self.schedule.after(delay_s, what, act)
+
+    def worker_is_done(self, owner: str, ticket: int, rank: int, failed: Collection[int]) -> None:
+        """A worker's last word about a ticket, perhaps twice."""
+        repeats = 2 if self.rng.random() < self.faults.message_repeats else 1
+        for _ in range(repeats):
+            self.tell(owner, "", lambda: self._worker_was_done(owner, ticket, rank, failed))
+
+    def _worker_was_done(self, owner: str, ticket: int, rank: int, failed: Collection[int]) -> None:
+        self.node.done(owner, ticket, rank, failed)
+        if ticket not in self.cache.tickets:
+            self.oracle.stopped(ticket)
+
+    # ---- the story ------------------------------------------------------------------------------------
+
+    def play(self) -> Outcome:
+        """Play to the end; raises SimulationError if anything is wrong."""
+        try:
+            self._play()
+        except (Violation, AssertionError, LookupError, ArithmeticError, TypeError, ValueError) as error:
+            raise SimulationError(self.seed, error, self.schedule.log) from error
+        spaces = self.cache.spaces
+        return Outcome(
+            self.seed,
+            self.schedule.events,
+            self.requests,
+            sum(it.lookup_tokens for it in spaces),
+            sum(it.hit_tokens for it in spaces),
+            self.oracle.reads,
+            self.cache.expired_loads + self.cache.expired_saves,
+            hashlib.sha256("\n".join(self.schedule.log).encode()).hexdigest(),
+        )
+
+    def _play(self) -> None:
+        self._plan_request()
+        while len(self.schedule):
+            if self.schedule.step():
+                self.oracle.check()
+            if self.schedule.events > EVENTS_MAX:
+                raise Violation(f"more than {EVENTS_MAX} events: something goes round in circles")
+        self.oracle.check_quiet()
+        self._check_room()
+
+    def _check_room(self) -> None:
+        """Nothing is in use: a save gets all the room there is, and deleting everything frees everything."""
+        for space, it in enumerate(self.cache.spaces):
+            keys = [key for number in range(2) for key in self._fresh_keys(it.namespace.root(), number)]
+            granted = self.node.reserve("last", space, None, keys[:1], frozenset())
+            if not granted.ticket:
+                raise Violation(f"nothing is in use and there is no room: {self.cache!r}")
+            self.node.release("last", granted.ticket)
+            self.oracle.stopped(granted.ticket)
+            self.node.clear(space)
+            self.oracle.check()
+        if self.cache.pool.taken_slots or len(self.cache.entries):
+            raise Violation(f"everything was deleted and something is left: {self.cache!r}")
+
+    @staticmethod
+    def _fresh_keys(root: bytes, number: int) -> list[Any]:
+        return [hashlib.sha256(root + bytes([number])).digest()[:16]]
+
+    def _plan_request(self) -> None:
+        if self.requests < self.plan.requests:
+            self.schedule.after(self.rng.uniform(0.0, 0.9), "", self._start_request)
+
+    def _start_request(self) -> None:
+        self.requests += 1
+        rng, faults = self.rng, self.faults
+        instance = rng.choice(self.instances)
+        request = Request(instance, self.conversations.prompt(), self.conversations.answer())
+        instance.requests.append(request)
+        self.schedule.note(f"{instance.owner} starts request {self.requests} of {len(request.tokens)} tokens")
+        self.schedule.after(0.0, "", request.start, instance.scheduler)
+        if rng.random() < faults.cancels:
+            delay_s = rng.expovariate(2.0)
+            self.schedule.after(delay_s, f"{instance.owner} loses a client", request.cancel, instance.scheduler)
+        if rng.random() < faults.kills:
+            self.schedule.after(rng.uniform(0.0, 2.0), "", lambda: self._kill(rng.choice(self.instances)))
+        if rng.random() < faults.pauses:
+            self.schedule.after(rng.uniform(0.0, 2.0), "", self._pause)
+        if rng.random() < faults.strays:
+            self.schedule.after(rng.uniform(0.0, 2.0), "", self._stray)
+        if rng.random() < faults.clears:
+            space = rng.randrange(len(self.cache.spaces))
+            self.schedule.after(rng.uniform(0.0, 2.0), "", lambda: self.node.clear(space))
+        self._plan_request()
+
+    def _boot(self, model: Model) -> Instance:
+        self._lives += 1
+        return self._instance_type(self, f"engine{self._lives}", model, self._spaces[model])
+
+    def _kill(self, instance: Instance) -> None:
+        """kill -9: the scheduler dies, its workers go on for a while; only when all are gone does the node learn."""
+        self.schedule.note(f"{instance.owner} is killed")
+        self.instances[self.instances.index(instance)] = self._boot(instance.model)
+        instance.scheduler.alive = False
+        last_s = 0.0
+        for worker in instance.workers:
+            dies_s = self.rng.choice((0.0, self.rng.uniform(0.0, 1.0), self.rng.uniform(0.0, 8.0)))
+            last_s = max(last_s, dies_s)
+            self.schedule.after(dies_s, f"{worker.process.name} dies", lambda it=worker: self._die(it.process))
+        self.scheduler_died(instance)
+        self.schedule.after(last_s + self.message_s(), "", lambda: self._all_died(instance))
+
+    def scheduler_died(self, instance: Instance) -> None:
+        """The node sees one connection of an instance close: no reason to free anything."""
+
+    @staticmethod
+    def _die(process: Process) -> None:
+        process.alive = False
+
+    def _all_died(self, instance: Instance) -> None:
+        # A connection ends after all that was sent on it.
+        wait_s = self._last_word_s.get(instance.owner, 0.0) - self.now
+        if wait_s >= 0.0:
+            self.schedule.after(wait_s + 0.001, "", lambda: self._all_died(instance))
+            return
+        self.node.close(instance.owner)
+        self.oracle.all_stopped(instance.owner)
+
+    def _pause(self) -> None:
+        instance = self.rng.choice(self.instances)
+        until_s = self.now + self.rng.uniform(0.5, 9.0)
+        whole = self.rng.random() < 0.5
+        for process in instance.processes if whole else [self.rng.choice(instance.workers).process]:
+            process.paused_until_s = max(process.paused_until_s, until_s)
+            self.schedule.note(f"{process.name} is paused until {process.paused_until_s:.4f}")
+
+    def _stray(self) -> None:
+        """A message about a ticket of somebody else, or of nobody."""
+        tickets = list(self.cache.tickets)
+        ticket = self.rng.choice(tickets) if tickets else self.rng.randrange(100)
+        if self.rng.random() < 0.5:
+            self.oracle.judge_foreign(self.node.done("stranger", ticket, self.rng.randrange(3), ()))
+        else:
+            self.oracle.judge_foreign(self.node.release("stranger", ticket))
+
+
+def simulate(seed: int) -> Outcome:
+    """Play one seed with the real core."""
+    return World(seed).play()
