@@ -349,7 +349,7 @@ def headwater() -> bool:
         path.unlink()
     shutil.rmtree(ROOT / "build", ignore_errors=True)
     with progress("headwater", "editable install and C kernel"):
-        pip_install("--no-build-isolation", "--editable", str(ROOT))
+        pip_install("--verbose", "--no-build-isolation", "--editable", str(ROOT))
     if sources and not glob.glob(str(KERNELS / "_copy*.so")):
         say("headwater", "no C kernel was built, so numpy does its work, slower. With a C compiler and Python.h")
         say("headwater", f"there, the next `make setup` builds it; why it failed is in .cache/{LOG.name}")

@@ -148,7 +148,6 @@ def test_every_setting_can_come_from_file_variable_and_flag(name: str, tmp_path:
         "metrics": "off",
         "backing": "/dev/shm",
         "eviction": "s3fifo",
-        "load": "sync",
         "level": "error",
         "require": "kv_dtype=float32",
         "slab": "2MiB",

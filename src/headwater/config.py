@@ -170,11 +170,6 @@ class EngineConfig:
     chunk_tokens: int = _setting(
         256, whole_number(1, 1 << 20), "tokens cached as one piece, a multiple of the block size"
     )
-    load: Literal["async", "sync"] = _setting(
-        "async",
-        one_of("async", "sync"),
-        "async: other requests run during a load; sync: the step waits for it",
-    )
     save: bool = _setting(True, truth, "save what this engine computes")
     save_decode: bool = _setting(True, truth, "also save generated tokens, for a conversation's next turn")
     tenant: str = _setting("", text, "who shares with whom: caches of different tenants never meet")

@@ -31,6 +31,7 @@ from headwater.node.messages import (
     unpack_addresses,
 )
 from headwater.node.server import FRAME_S, FRAMES_A_TURN, PENDING_BYTES_MAX
+from headwater.node.server import Session as ServerSession
 from headwater.types import ABSENT, pack_keys
 from tests.node.conftest import Rig, descriptors, eventually
 from tests.node.peers import LAYOUT, ForkServer, hello, keys, namespace, open_session, serve
@@ -82,6 +83,11 @@ def is_closed(it: socket.socket) -> bool:
         return False
 
 
+def has_begun(session: ServerSession) -> bool:
+    """Whether a part of a frame has come."""
+    return bool(session.received)
+
+
 @pytest.fixture
 def healthy(rig: Rig) -> Session:
     session = rig.session("healthy")
@@ -109,7 +115,8 @@ def test_200_unfinished_frames_are_closed_in_time(rig: Rig, crowd: Crowd, health
     bad = [slow(index) for index in range(200)]
     idle = [it for index, it in enumerate(bad) if instance and not PARTIAL[index % len(PARTIAL)]]
     late = [it for it in bad if it not in idle]
-    eventually(lambda: rig.server.sessions == 201)
+    begun = sum(bool(PARTIAL[index % len(PARTIAL)]) for index in range(200))
+    eventually(lambda: rig.server.sessions == 201 and begun == sum(map(has_begun, rig.server._sessions.values())))
     rig.clock.moved_s += FRAME_S - 1
     for _ in range(5):
         assert healthy.match(keys(5), counts=False) == 4

@@ -83,9 +83,11 @@ def measure_lookups(effort: Effort, wanted: frozenset[str]) -> Readings:
 
             calls = max((1 if effort.quick else 10) * 40_960 // count, 1)
             for kind, tokens, usable in (("hit", known, count // CHUNK_TOKENS), ("miss", unknown, 0)):
-                work = _bind(lookup, tokens, usable)
-                contenders.append(Contender(f"lookup/{size}/{kind}", work, 1.0, calls, node.cpu_s))
-        stack.enter_context(pinned([node], *(two or (0, 0)))) if two else None
+                name, work = f"lookup/{size}/{kind}", _bind(lookup, tokens, usable)
+                if any(it.startswith(f"{name}/") for it in wanted):
+                    contenders.append(Contender(name, work, 1.0, calls, node.cpu_s))
+        if two:
+            stack.enter_context(pinned([node], *two))
         series = effort.interleave(contenders)
     readings: dict[str, Reading | Unmeasured] = {}
     for name, it in series.items():
@@ -129,13 +131,16 @@ def measure_key_checks(effort: Effort, wanted: frozenset[str]) -> Readings:
         hold(session, keys)
         contenders = []
         for batch in BATCHES:
+            if f"keys/batch-{batch}" not in wanted:
+                continue
             packed, all_held = pack_keys(keys[:batch]), b"\1" * batch
 
             def check(packed: bytes = packed, all_held: bytes = all_held) -> None:
                 assert session.contains_packed(packed) == all_held
 
             contenders.append(Contender(f"keys/batch-{batch}", check, batch, 5 if effort.quick else 50))
-        stack.enter_context(pinned([node], *two)) if two else None
+        if two:
+            stack.enter_context(pinned([node], *two))
         series = effort.interleave(contenders)
     return {name: it.rate() for name, it in series.items()}
 
@@ -175,14 +180,15 @@ def measure_small_call(effort: Effort, wanted: frozenset[str]) -> Readings:
         calls = 100 if effort.quick else 1000
         contenders = [Contender("bare", bare, 1.0, calls), Contender("call", call, 1.0, calls)]
         readings: dict[str, Reading | Unmeasured] = {}
-        for condition, pair in ((TWO_CORES, two), (ONE_CORE, (two or (0, 0))[:1] * 2)):
+        one = min(os.sched_getaffinity(0))
+        for condition, ends in ((TWO_CORES, two), (ONE_CORE, (one, one))):
             name = f"call/{condition}/p50"
             if name not in wanted:
                 continue
-            if pair is None:
+            if ends is None:
                 readings[name] = Unmeasured("this process may use one core only")
                 continue
-            with pinned([node, echo], pair[0], pair[1]):
+            with pinned([node, echo], *ends):
                 series = effort.interleave(contenders)
             readings[name] = series["call"].latency(US, yardstick=series["bare"])
     return readings

@@ -32,9 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `headwater bench`."""
     parser.epilog = EXAMPLES
     parser.add_argument("suite", nargs="?", default="node", metavar="NAME", help=f"one of {', '.join(SUITES)} (node)")
-    parser.add_argument("--only", action="append", metavar="PATTERN", help="figures by name or pattern; may be repeated")
+    parser.add_argument("--only", action="append", metavar="PATTERN", help="figures by name; may be repeated")
     parser.add_argument("--repeat", metavar="ROUNDS", help=f"rounds to take the median of (default: {ROUNDS})")
-    parser.add_argument("--quick", action="store_true", help=f"small amounts, {QUICK_ROUNDS} rounds: for a look, not for figures")
+    parser.add_argument("--quick", action="store_true", help=f"small amounts, {QUICK_ROUNDS} rounds: for a look only")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, for programs")
     form.add_argument("--markdown", action="store_true", help="print Markdown, for documents")

@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from types import SimpleNamespace
 
@@ -80,7 +80,9 @@ def shape(name: str, about: str, layers: int, block_tokens: int, token_bytes: in
 SHAPES = (
     shape("llama-8b", "Llama-3.1-8B bf16: 32 layers, 16-token blocks of 64 KiB, chunks of 32 MiB", 32, 16, 4096, 8),
     shape("smollm2-bf16", "SmolLM2-135M bf16: 30 layers, 16-token blocks of 12 KiB", 30, 16, 768, 16),
-    shape("smollm2-fp32", "SmolLM2-135M fp32, as vLLM on CPUs: 30 layers, 128-token blocks of 192 KiB", 30, 128, 1536, 16),
+    shape(
+        "smollm2-fp32", "SmolLM2-135M fp32 (vLLM on CPUs): 30 layers, 128-token blocks of 192 KiB", 30, 128, 1536, 16
+    ),
 )
 
 
@@ -110,7 +112,8 @@ class PagedMemory:
         """The next blocks in the random order."""
         taken = np.arange(self._next, self._next + count) % self.blocks
         self._next = (self._next + count) % self.blocks
-        return self._order[taken].astype(np.int64)
+        blocks: BlockIds = self._order[taken].astype(np.int64)
+        return blocks
 
 
 def _as_tensor(layer: npt.NDArray[np.uint64]) -> SimpleNamespace:
@@ -210,8 +213,8 @@ class Plain:
         os.ftruncate(descriptor, self._size)
         self._map = mmap.mmap(descriptor, self._size)
         os.close(descriptor)
-        target = np.frombuffer(self._map, dtype=np.uint64)
-        self._source, self._target = source.ctypes.data, target.ctypes.data
+        self.target = np.frombuffer(self._map, dtype=np.uint64)
+        self._source, self._target = source.ctypes.data, self.target.ctypes.data
         _kernels.touch(self._target, self._size)
         self._offset = 0
         libc = ctypes.CDLL(None)
@@ -240,6 +243,8 @@ THREADS = {1: "1-thread", 2: "2-threads"}
 
 def _measure(shape: Shape, effort: Effort, wanted: frozenset[str]) -> Readings:
     pool_bytes = QUICK_BYTES if effort.quick else COLD_BYTES
+    if effort.quick:
+        shape = replace(shape, prompt_chunks=max(shape.prompt_chunks // 4, 1))
     node_bytes = max(2 * pool_bytes, 4 * shape.prompt_chunks * shape.layout.slot_bytes(0))
     with ExitStack() as stack:
         paged = PagedMemory(shape, pool_bytes)

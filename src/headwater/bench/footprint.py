@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headwater.bench.calls import connect, hold, random_keys
-from headwater.bench.harness import Clocks, Contender, Effort, Experiment, Goal, Reading, Readings, Spec
+from headwater.bench.harness import Contender, Effort, Experiment, Goal, Reading, Readings, Spec, quartiles
 from headwater.bench.peers import node_process
 from headwater.types import PAGE_BYTES
 
@@ -21,16 +23,14 @@ def measure_start(effort: Effort, wanted: frozenset[str]) -> Readings:
             starts.append(node.start_s)
 
     rounds = max(min(effort.rounds // 4, 5), 1)
-    Effort(rounds, effort.quick, Clocks(), effort.after_turn).interleave([Contender("start", start)])
-    series = starts[1:]  # the first was the warm-up
-    ordered = sorted(series)
-    middle = ordered[len(ordered) // 2]
-    return {"node/start": Reading(middle, ordered[0], ordered[-1], len(ordered))}
+    replace(effort, rounds=rounds).interleave([Contender("start", start)])
+    low, middle, high = quartiles(starts[1:])  # the first was the warm-up
+    return {"node/start": Reading(middle, low, high, rounds)}
 
 
 START = Experiment(
     "Start of a node",
-    (Spec("node/start", "s", "from starting the process with 4 GiB to its first answer", Goal(at_least=False, plus=2)),),
+    (Spec("node/start", "s", "from starting a process with 4 GiB to its answer", Goal(at_least=False, plus=2)),),
     measure_start,
 )
 
@@ -52,6 +52,6 @@ def measure_bookkeeping(effort: Effort, wanted: frozenset[str]) -> Readings:
 
 BOOKKEEPING = Experiment(
     "Bookkeeping of a node",
-    (Spec("node/bookkeeping", "B/chunk", "growth of the node's own memory by 200,000 chunks", Goal(at_least=False, plus=120)),),
+    (Spec("node/bookkeeping", "B/chunk", "the node's own memory, 200,000 chunks", Goal(at_least=False, plus=120)),),
     measure_bookkeeping,
 )

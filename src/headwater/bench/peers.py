@@ -90,14 +90,10 @@ def connect_echo(peer: Peer) -> socket.socket:
 
 
 @contextmanager
-def _process(
-    command: Sequence[str], settings: Mapping[str, str], directory: Path
-) -> Iterator[subprocess.Popen[bytes]]:
+def _process(command: Sequence[str], settings: Mapping[str, str], directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     with open(directory / "log", "wb") as log:
         environment = child_environment(settings)
-        process = subprocess.Popen(
-            list(command), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
+        process = subprocess.Popen(list(command), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         yield process
     finally:

@@ -184,7 +184,8 @@ class Server:
             if count >= HEADER_BYTES and not session.pending and count == HEADER_BYTES + body_bytes(self._buffer):
                 self._handle(session, self._buffer[HEADER_BYTES:count])
                 return True
-            session.frame_since_s = self.node.clock.now()
+            if session.instance:  # until Hello is there, its time runs from the connection on
+                session.frame_since_s = self.node.clock.now()
         received += self._buffer[:count]
         return False
 

@@ -121,9 +121,10 @@ class Request:
         self._life.close()
         if self._loading:
             self._instance.release(self._loading)
-        if self._world.rng.random() < 0.5:
-            for job in self._jobs:
-                job.stop = True
+        stops_saves = self._world.rng.random() < 0.5
+        for job in self._jobs:
+            # What is read for a request that is gone is read for nobody, so its lease may end at once.
+            job.stop = stops_saves or job.kind is TicketKind.LOAD
 
     def _step(self, answer: Any) -> None:
         if not self._open:

@@ -62,6 +62,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_pool: Any = None
         self._copier: WorkerSide | None = None
         self._begun: StepMetadata | None = None
+        self._ended: StepMetadata | None = None
         self._last: Outcome = Outcome()
         if role == KVConnectorRole.WORKER:
             self._copier = WorkerSide(self._config, self._ranks, *_my_ranks(vllm_config))
@@ -169,10 +170,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._begin(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Wait for what this step's forward pass reads; asynchronous loads are under way already."""
-        meta = self._meta()
-        self._begin(meta)
-        self._copying.wait_for_sync_loads(meta.loads)
+        """Loads are asynchronous and under way already, unless this vLLM has no earlier call."""
+        self._begin(self._meta())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Whole requests are loaded before they are scheduled."""
@@ -182,12 +181,14 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """The forward pass is over: its saves may start, nobody waits for them."""
-        meta = self._meta()
-        self._copying.after_forward(meta.saves, meta.node)
+        self._end(self._meta())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The requests whose loads ended since the last step."""
-        self._last = self._copying.collect(idle=self._meta().idle)
+        meta = self._meta()
+        if meta.idle:
+            self._end(meta)  # vLLM before 0.31 leaves wait_for_save out of empty steps
+        self._last = self._copying.collect(idle=meta.idle)
         return None, self._last.received or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -240,6 +241,11 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             self._begun = meta
             self._copying.before_forward(meta.loads, meta.node)
 
+    def _end(self, meta: StepMetadata) -> None:
+        if meta is not self._ended:
+            self._ended = meta
+            self._copying.after_forward(meta.saves, meta.node)
+
     def _scheduling(self) -> SchedulerSide:
         """The scheduler side, made when first needed: the ranks' layouts are known by then."""
         if self._decider is None:
@@ -266,7 +272,9 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         address = self._config.node or self._start_embedded()
         info = NodeInfo(address, "", 0, self._instance, space, layout)
         node = Supervisor(_connect(self._config, info), _log_refusal)
-        return SchedulerSide(self._config, space, layout, self._ranks, node, info)
+        # A model with several KV groups needs the report of failed requests, which vLLM has since 0.31.
+        can_fail = self._groups == 1 or hasattr(base, "KVConnectorTransferResults")
+        return SchedulerSide(self._config, space, layout, self._ranks, node, info, can_fail=can_fail)
 
     def _start_embedded(self) -> str:
         directory = runtime_dir()

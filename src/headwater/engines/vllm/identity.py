@@ -18,13 +18,7 @@ from typing import Any
 import torch
 import vllm
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from headwater.engines.vllm.metadata import RankLayout
 from headwater.errors import ConfigError
@@ -77,17 +71,28 @@ def ranks_of(config: VllmConfig, kv_cache: KVCacheConfig) -> Ranks:
     return Ranks(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, replicas)
 
 
+WHOLE = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
+WINDOWED = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+
+
 def hit_rule(spec: KVCacheSpec) -> tuple[HitRule, int]:
-    """Which chunks a group needs, and its window in tokens (0 without one); raises ConfigError if unknown."""
-    if isinstance(spec, SlidingWindowSpec):
-        return HitRule.WINDOW, int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0) or 0)
-    if isinstance(spec, FullAttentionSpec) and getattr(spec, "prefix_cacheable", True):
+    """Which chunks a group needs, and its window in tokens (0 without one).
+
+    Raises ConfigError for every kind that is not known to be one of these: vLLM derives kinds with other block
+    tables from them (middle blocks that become null, states that are not at the block boundary), and taking such
+    a kind for its parent would be silent corruption.
+    """
+    inner = getattr(spec, "kv_cache_specs", None)  # ranks see a group of unequal layers as one spec for each
+    if inner:
+        spec = next(iter(inner.values()))
+    kind = type(spec).__name__
+    if kind in WHOLE:
         return HitRule.ALL, 0
-    if isinstance(spec, MambaSpec) and getattr(spec, "mamba_cache_mode", "") == "align":
-        return HitRule.LAST, 0
+    if kind in WINDOWED:
+        return HitRule.WINDOW, int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0) or 0)
     raise ConfigError(
-        f"KV cache of type {type(spec).__name__} cannot be shared by prefix; serve this model without headwater"
-        + (" or with --mamba-cache-mode align" if isinstance(spec, MambaSpec) else "")
+        f"KV cache of kind {kind} cannot be shared by prefix yet (supported: {', '.join(WHOLE + WINDOWED)}); "
+        "serve this model without headwater"
     )
 
 

@@ -59,7 +59,6 @@ class LoadJob:
     missing: tuple[int, ...]
     deadline_s: float
     give_up_s: float
-    sync: bool
 
 
 @dataclass

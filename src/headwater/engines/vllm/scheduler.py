@@ -75,10 +75,13 @@ class SchedulerSide:
         ranks: Ranks,
         node: Supervisor,
         info: NodeInfo,
+        *,
+        can_fail: bool,
     ) -> None:
-        """`node` keeps the session; `info` is what ranks need to reach the node (name and epoch are filled in)."""
+        """`can_fail` says whether this vLLM can be told of a failed load; without it nothing is loaded. `node` keeps the session; `info` is what ranks need to reach the node (name and epoch are filled in)."""
         self._config, self._namespace, self._layout, self._ranks = config, namespace, layout, ranks
         self._node, self._info = node, info
+        self._can_fail = can_fail
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[LoadJob] = []
         self._saves: list[SaveJob] = []
@@ -97,12 +100,11 @@ class SchedulerSide:
     # ---- load -----------------------------------------------------------------------------------------
 
     def match_tokens(self, request: Any, local_tokens: int) -> tuple[int, bool]:
-        """How many tokens beyond the local prefix hit the node can supply, and whether they come asynchronously."""
+        """How many tokens beyond the local prefix hit the node can supply; they always come asynchronously."""
         it = self._track(request)
         if it is None:
             return 0, False
         it.local_tokens, it.matched = local_tokens, 0
-        asynchronous = self._config.load == "async"
         if it.load_failed or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
         it.chain.extend(request.all_token_ids)
@@ -119,13 +121,10 @@ class SchedulerSide:
             return 0, False
         it.counted = True
         it.held = max(it.held, it.matched)
-        hit = it.matched * self._layout.chunk_tokens
-        if not asynchronous:
-            hit = min(hit, request.num_tokens - 1)  # a synchronous load must leave a token to compute
-        tokens = hit - local_tokens
-        if tokens < max(self._config.min_load_tokens, 1):
+        tokens = it.matched * self._layout.chunk_tokens - local_tokens
+        if not self._can_fail or tokens < max(self._config.min_load_tokens, 1):
             return 0, False
-        return tokens, asynchronous
+        return tokens, True
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """vLLM has given the request its blocks, `external_tokens` of them for us to fill."""
@@ -143,7 +142,7 @@ class SchedulerSide:
         if missing:
             self.short_loads += 1
         now = time.monotonic()
-        it.loading = self._config.load == "async"
+        it.loading = True
         self._loads.append(
             LoadJob(
                 request.request_id,
@@ -152,7 +151,6 @@ class SchedulerSide:
                 missing,
                 held.deadline_s,
                 now + self._config.load_s,
-                sync=self._config.load == "sync",
             )
         )
 

@@ -90,13 +90,6 @@ class WorkerSide:
                 self._loading.add(job.request)
             self._changed.notify_all()
 
-    def wait_for_sync_loads(self, loads: Sequence[LoadJob]) -> None:
-        """Block until the synchronous loads of this step have ended, however they ended."""
-        waiting = {job.request for job in loads if job.sync}
-        if waiting:
-            with self._changed:
-                self._changed.wait_for(lambda: not waiting & self._loading)
-
     def after_forward(self, saves: Iterable[SaveJob], node: NodeInfo | None) -> None:
         """The step's KV is final: queue its saves."""
         with self._changed:
@@ -281,8 +274,7 @@ class WorkerSide:
         if not ok:
             invalid.update(block for part in job.parts for block in part.blocks if block != NULL_BLOCK)
         with self._changed:
-            if not job.sync:
-                self._outcome.received.add(job.request)
+            self._outcome.received.add(job.request)
             if invalid:
                 self._outcome.failed.add(job.request)
                 self._outcome.invalid |= invalid
