@@ -111,7 +111,7 @@ def test_defaults() -> None:
     assert set(effective.origin.values()) == {"default"}
     node, engine = effective.config.node, effective.config.engine
     assert (node.host_memory, node.eviction, node.prefault, node.require) == (4 * GIB, "lru", True, {})
-    assert (engine.node, engine.chunk_tokens, engine.load, engine.save_decode) == ("", 256, "async", True)
+    assert (engine.node, engine.chunk_tokens, engine.save_decode) == ("", 256, True)
     for name in SETTINGS:
         if name != "node.socket":
             assert effective.value(name) == default_value(name), name
@@ -233,7 +233,6 @@ def test_a_bad_value_names_field_value_origin_and_remedy(tmp_path: Path) -> None
         ("node.require", 3, "neither a table"),
         ("engine.chunk_tokens", 0, "from 1 to"),
         ("engine.chunk_tokens", True, "not a whole number"),
-        ("engine.load", "lazy", "not one of async, sync"),
         ("engine.tenant", 5, "not text"),
         ("engine.node", "unix:", "write unix:"),
         ("log.level", "loud", "debug, info, warning, error"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -35,6 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", metavar="PATTERN", help="figures by name; may be repeated")
     parser.add_argument("--repeat", metavar="ROUNDS", help=f"rounds to take the median of (default: {ROUNDS})")
     parser.add_argument("--quick", action="store_true", help=f"small amounts, {QUICK_ROUNDS} rounds: for a look only")
+    parser.add_argument("--model", type=Path, default=Effort.model, help=f"for `bench vllm` (default: {Effort.model})")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, for programs")
     form.add_argument("--markdown", action="store_true", help="print Markdown, for documents")
@@ -50,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     suite = SUITES.get(arguments.suite)
     if suite is None:
         raise ConfigError(f"no suite {arguments.suite!r}; the nearest is {nearest(arguments.suite, SUITES)!r}")
-    report = measure(suite, select(suite, arguments.only), _rounds(arguments), arguments.quick, _options(arguments))
+    effort = Effort(_rounds(arguments), arguments.quick, model=arguments.model.resolve())
+    report = measure(suite, select(suite, arguments.only), effort, _options(arguments))
     if arguments.json:
         print(report.json())
     elif arguments.markdown:
@@ -74,7 +78,7 @@ def select(suite: Suite, patterns: list[str] | None) -> frozenset[str]:
     return frozenset(chosen)
 
 
-def measure(suite: Suite, wanted: frozenset[str], rounds: int, quick: bool, options: str = "") -> Report:
+def measure(suite: Suite, wanted: frozenset[str], effort: Effort, options: str = "") -> Report:
     """Run every experiment that has a wanted figure."""
     observer = Observer()
     chosen = [it for it in suite.experiments if wanted & {spec.name for spec in it.specs}]
@@ -84,8 +88,7 @@ def measure(suite: Suite, wanted: frozenset[str], rounds: int, quick: bool, opti
         task = progress.add_task("", total=len(chosen))
         for number, experiment in enumerate(chosen):
             progress.update(task, description=experiment.title, completed=number, refresh=True)
-            effort = Effort(rounds, quick, after_turn=progress.refresh)
-            readings = experiment.measure(effort, wanted)
+            readings = experiment.measure(replace(effort, after_turn=progress.refresh), wanted)
             for spec in experiment.specs:
                 if spec.name not in wanted:
                     continue

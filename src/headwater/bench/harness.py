@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 GB = 1e9
 
@@ -41,7 +42,7 @@ class Goal:
 
     def text(self, unit: str) -> str:
         """The goal in words: `>= 1.25 x yardstick`, `<= 0.25 ms`."""
-        parts = [f"{self.factor:g} x yardstick"] if self.factor else []
+        parts = [f"{self.factor:.4g} x yardstick"] if self.factor else []
         if self.plus or not parts:
             parts.append(f"{self.plus:g} {unit}".strip())
         return f"{'>=' if self.at_least else '<='} {' + '.join(parts)}"
@@ -223,12 +224,16 @@ def _take_turn(contender: Contender, series: Series, clocks: Clocks) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How thorough to be: rounds, whether to use small amounts (`quick`), and whom to tell after each turn."""
+    """How thorough to be: rounds, whether to use small amounts (`quick`), and whom to tell after each turn.
+
+    `model` is the directory of the model that engines serve.
+    """
 
     rounds: int
     quick: bool = False
     clocks: Clocks = field(default_factory=Clocks)
     after_turn: Callable[[], object] = lambda: None
+    model: Path = Path(".cache/models/SmolLM2-135M-Instruct")
 
     def interleave(self, contenders: Sequence[Contender], *, warm_ups: int = 1) -> dict[str, Series]:
         """`interleave` with this effort."""

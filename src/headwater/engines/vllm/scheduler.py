@@ -78,7 +78,9 @@ class SchedulerSide:
         *,
         can_fail: bool,
     ) -> None:
-        """`can_fail` says whether this vLLM can be told of a failed load; without it nothing is loaded. `node` keeps the session; `info` is what ranks need to reach the node (name and epoch are filled in)."""
+        """`node` keeps the session; `info` is what ranks need to reach it (name and epoch are filled in).
+        `can_fail` says whether this vLLM can be told of a failed load; without it nothing is loaded.
+        """
         self._config, self._namespace, self._layout, self._ranks = config, namespace, layout, ranks
         self._node, self._info = node, info
         self._can_fail = can_fail
