@@ -25,8 +25,9 @@ from headwater.types import PAGE_BYTES, KVGroup, KVLayout
 
 Tensors = dict[str, torch.Tensor]
 Bytes = np.ndarray
-Arranged = tuple[list[torch.Tensor], list[tuple[int, int]], int]
-"""Views of the layers; storage and start of block 0 of each; bytes from block to block."""
+Spot = tuple[int, int, int]
+"""Where the blocks of a layer really are: storage, first byte of block 0, bytes from block to block."""
+Arranged = tuple[list[torch.Tensor], list[Spot]]
 Job = tuple[str, int, BlockIds, Addresses, int]
 """Verb, group, blocks, places, layer stride."""
 
@@ -38,11 +39,10 @@ CHUNK_BLOCKS = 4
 
 @dataclass
 class Group:
-    """A KV group's tensors, and where in which storage each layer's block 0 really starts."""
+    """A KV group's tensors, and where each layer really is."""
 
     tensors: Tensors
-    starts: list[tuple[int, int]]
-    stride_bytes: int
+    spots: list[Spot]
     block_bytes: int
 
 
@@ -79,15 +79,20 @@ class World:
         self.storages.append(torch.from_numpy(content).to(self.device))
         return self.storages[-1]
 
+    @property
+    def last(self) -> int:
+        """The index of the newest storage."""
+        return len(self.storages) - 1
+
     def group(self, arrangement: str, layers: int, block_bytes: int) -> Group:
         """A group of its own, or an `alias`: the same bytes as the group before, under other names."""
         prefix = f"group {len(self.groups)} layer"
         if arrangement == "alias":
             other = self.groups[-1]
-            views, starts, stride = list(other.tensors.values()), other.starts, other.stride_bytes
+            views, spots = list(other.tensors.values()), other.spots
         else:
-            views, starts, stride = ARRANGEMENTS[arrangement](self, layers, block_bytes)
-        return Group({f"{prefix} {n}": it for n, it in enumerate(views)}, starts, stride, block_bytes)
+            views, spots = ARRANGEMENTS[arrangement](self, layers, block_bytes)
+        return Group({f"{prefix} {n}": it for n, it in enumerate(views)}, spots, block_bytes)
 
     def places(
         self, group: int, chunk: int, shard: int = 0, positions: Sequence[int] = range(CHUNK_BLOCKS)
@@ -110,9 +115,9 @@ class World:
         """Do to a snapshot what the job must do."""
         verb, group, blocks, places, stride = job
         it = self.groups[group]
-        for layer, (storage, start) in enumerate(it.starts):
+        for layer, (storage, start, apart) in enumerate(it.spots):
             for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
-                paged = state[storage][start + block * it.stride_bytes :][: it.block_bytes]
+                paged = state[storage][start + block * apart :][: it.block_bytes]
                 packed = state[-1][place - self.base + layer * stride :][: it.block_bytes]
                 if verb == "gather":
                     packed[:] = paged
@@ -137,56 +142,65 @@ class World:
         kv.close()
 
 
-# ---- how engines arrange pages: (views, (storage, start) of each layer, stride) --------------------------------
+# ---- how engines arrange pages -----------------------------------------------------------------------------------
 
 
 def apart(world: World, layers: int, size: int) -> Arranged:
     """A storage for each layer."""
     views = [world.storage(BLOCKS * size).view(BLOCKS, 1, 1, size) for _ in range(layers)]
-    last = len(world.storages)
-    return views, [(last - layers + n, 0) for n in range(layers)], size
+    first = len(world.storages) - layers
+    return views, [(first + n, 0, size) for n in range(layers)]
 
 
 def layers_outside(world: World, layers: int, size: int) -> Arranged:
     """One storage, layer after layer (LBNHC)."""
     raw = world.storage(layers * BLOCKS * size).view(layers, BLOCKS, 1, 1, size)
-    return list(raw), [(len(world.storages) - 1, n * BLOCKS * size) for n in range(layers)], size
+    return list(raw), [(world.last, n * BLOCKS * size, size) for n in range(layers)]
 
 
 def blocks_outside(world: World, layers: int, size: int) -> Arranged:
     """One storage, all layers of a block together (BLNHC)."""
     raw = world.storage(layers * BLOCKS * size).view(BLOCKS, layers, 1, 1, size)
-    return list(raw.unbind(1)), [(len(world.storages) - 1, n * size) for n in range(layers)], layers * size
+    return list(raw.unbind(1)), [(world.last, n * size, layers * size) for n in range(layers)]
 
 
 def padded(world: World, layers: int, size: int) -> Arranged:
-    """Pages with unused bytes at their end."""
-    page = size + 24
+    """Pages with unused bytes at their end, which are no multiple of a large word."""
+    page = size + 20
     raw = world.storage(layers * BLOCKS * page).view(layers, BLOCKS, 1, 1, page)[..., :size]
-    return list(raw), [(len(world.storages) - 1, n * BLOCKS * page) for n in range(layers)], page
+    return list(raw), [(world.last, n * BLOCKS * page, page) for n in range(layers)]
 
 
 def kernel_blocks(world: World, layers: int, size: int) -> Arranged:
     """Two rows of the tensor are one block."""
     raw = world.storage(layers * BLOCKS * size).view(layers, BLOCKS * 2, 1, 1, size // 2)
-    return list(raw), [(len(world.storages) - 1, n * BLOCKS * size) for n in range(layers)], size
+    return list(raw), [(world.last, n * BLOCKS * size, size) for n in range(layers)]
 
 
 def permuted(world: World, layers: int, size: int) -> Arranged:
     """bfloat16 `[blocks, heads, tokens, channels]`, with the tokens outside of the heads in memory."""
     raw = world.storage(layers * BLOCKS * size).view(torch.bfloat16).view(layers, BLOCKS, 4, 2, size // 16)
-    return list(raw.transpose(2, 3)), [(len(world.storages) - 1, n * BLOCKS * size) for n in range(layers)], size
+    return list(raw.transpose(2, 3)), [(world.last, n * BLOCKS * size, size) for n in range(layers)]
 
 
 def states(world: World, layers: int, size: int) -> Arranged:
     """int8 states that start at an odd byte, last layer first."""
     raw = world.storage(layers * BLOCKS * size + 5)[5:].view(torch.int8).view(layers, BLOCKS, 1, 1, size)
-    starts = [(len(world.storages) - 1, 5 + n * BLOCKS * size) for n in range(layers)]
-    return list(raw)[::-1], starts[::-1], size
+    spots = [(world.last, 5 + n * BLOCKS * size, size) for n in range(layers)]
+    return list(raw)[::-1], spots[::-1]
+
+
+def unequal_strides(world: World, layers: int, size: int) -> Arranged:
+    """One storage and equal room for each layer, but only every other layer spreads its blocks over that room."""
+    room = 2 * BLOCKS * size
+    raw = world.storage(layers * room).view(layers, 2 * BLOCKS, 1, 1, size)
+    views = [it[::2] if n % 3 else it[:BLOCKS] for n, it in enumerate(raw)]
+    return views, [(world.last, n * room, 2 * size if n % 3 else size) for n in range(layers)]
 
 
 ARRANGEMENTS: dict[str, Callable[[World, int, int], Arranged]] = {
-    it.__name__: it for it in (apart, layers_outside, blocks_outside, padded, kernel_blocks, permuted, states)
+    it.__name__: it
+    for it in (apart, layers_outside, blocks_outside, padded, kernel_blocks, permuted, states, unequal_strides)
 }
 
 

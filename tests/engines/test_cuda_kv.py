@@ -385,6 +385,16 @@ def test_pieces_cover_every_block_of_every_layer_once_and_in_place(data: st.Data
     assert reached == (layers if len(places) else 0)
 
 
+@pytest.mark.parametrize("shift", range(8))
+def test_words_are_as_wide_as_the_addresses_allow(shift: int) -> None:
+    raw = torch.from_numpy(np.zeros(2048, dtype=np.uint8)[shift:])  # a storage that starts anywhere
+    layers = {str(n): raw[n * 960 :][:960].view(20, 1, 1, 48) for n in range(2)}
+    (stack, same) = CudaPagedKV([layers], 20, FakeDevice(0))._stacks[0]
+    word = stack.pages.dtype.itemsize
+    assert stack is same and stack.pages.shape == (2, 20, 48 // word)
+    assert word == min(8, raw.data_ptr() & -raw.data_ptr())
+
+
 # ---- what stands between the code and torch ------------------------------------------------------------------------
 
 

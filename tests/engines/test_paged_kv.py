@@ -16,7 +16,7 @@ from headwater.engines import paged_kv
 from headwater.engines.paged_kv import CpuPagedKV, resolve_layer
 from headwater.errors import RefusedError
 from headwater.ports import Addresses, BlockIds
-from tests.conformance.paged_kv import ARRANGEMENTS, PagedKVSuite, Tensors
+from tests.conformance.paged_kv import PagedKVSuite, Tensors
 
 
 class TestCpu(PagedKVSuite):
@@ -196,15 +196,6 @@ def test_asserts_that_jobs_are_possible(block: int, count: int, stride: int) -> 
     assert not target.any()
 
 
-def test_layers_of_a_group_may_have_different_strides() -> None:
-    tight, wide = pages(4, 1, 1, 8).random_(1, 100), pages(4, 3, 1, 8).random_(1, 100)[:, 1:2]
-    kv = CpuPagedKV([{"a": tight, "b": wide, "c": wide}], 4)
-    target = np.zeros((3, 2, 8), dtype=np.float16)
-    places = np.array([target.ctypes.data, target.ctypes.data + 16], dtype=np.uint64)
-    kv.gather(0, np.array([3, 1]), places, 32)
-    assert (target == torch.stack([tight[[3, 1]], wide[[3, 1]], wide[[3, 1]]]).numpy()[:, :, 0, 0]).all()
-
-
 # ---- large jobs --------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +232,3 @@ def test_a_failing_piece_is_reported_after_all_threads_are_through(monkeypatch: 
     count = len(begun)
     kv.close()
     assert len(begun) == count
-
-
-def test_all_arrangements_are_in_the_suite() -> None:
-    assert len(ARRANGEMENTS) == 7

@@ -143,24 +143,7 @@ class Inputs:
 
     def big(self) -> Request:
         """A message as large as one can be."""
-        return self.draw.choice(
-            (
-                Match(0, bytes(16 * KEYS_MAX), False),
-                Contains(0, bytes(16 * KEYS_MAX + 16)),
-                Load(0, bytes(16), 0, tuple(range(4096))),
-                Load(0, bytes(16), 0, tuple(range(100_000))),
-                Reserve(0, b"", pack_keys(KEYS), tuple((0, index) for index in range(60_000)), (0,)),
-                Reserve(0, b"", bytes(16), tuple((0, index) for index in range(200_000)), (0,)),
-                Done(0, 0, tuple(range(KEYS_MAX))),
-                Done(0, 0, tuple(range(300_000))),
-                Release(tuple(range(KEYS_MAX))),
-                Release((2**64 - 1,) * 400_000),
-                Register(namespace(model="x" * 1_000_000), LAYOUT),
-                Register(namespace(), KVLayout(16, (KVGroup(16, 4096, (1,) * 1_000_000),))),
-                Register(namespace(), KVLayout(16, LAYOUT.groups * 50_000)),
-                Hello(PROTOCOL, "x" * 1_000_000, "i" * 1_000_000, False),
-            )
-        )
+        return self.draw.choice(BIG)()
 
     def _space(self) -> int:
         return 0 if self.draw.random() < 0.98 else self.draw.choice(INTS)
@@ -240,3 +223,21 @@ class Inputs:
         message: Message = self.draw.choice((Status(), Clear(self._space()), Clear(0)))
         assert isinstance(message, Status | Clear)
         return message
+
+
+BIG: tuple[Callable[[], Request], ...] = (
+    lambda: Match(0, bytes(16 * KEYS_MAX), False),
+    lambda: Contains(0, bytes(16 * KEYS_MAX + 16)),
+    lambda: Load(0, bytes(16), 0, tuple(range(4096))),
+    lambda: Load(0, bytes(16), 0, tuple(range(100_000))),
+    lambda: Reserve(0, b"", pack_keys(KEYS), tuple((0, index) for index in range(60_000)), (0,)),
+    lambda: Reserve(0, b"", bytes(16), tuple((0, index) for index in range(200_000)), (0,)),
+    lambda: Done(0, 0, tuple(range(KEYS_MAX))),
+    lambda: Done(0, 0, tuple(range(300_000))),
+    lambda: Release(tuple(range(KEYS_MAX))),
+    lambda: Release((2**64 - 1,) * 400_000),
+    lambda: Register(namespace(model="x" * 1_000_000), LAYOUT),
+    lambda: Register(namespace(), KVLayout(16, (KVGroup(16, 4096, (1,) * 1_000_000),))),
+    lambda: Register(namespace(), KVLayout(16, LAYOUT.groups * 50_000)),
+    lambda: Hello(PROTOCOL, "x" * 1_000_000, "i" * 1_000_000, False),
+)

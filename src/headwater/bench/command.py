@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from headwater.bench.harness import Effort, Result, Spec, Suite, Unmeasured, conclude
+from headwater.bench.harness import MODEL, Effort, Result, Spec, Suite, Unmeasured, conclude
 from headwater.bench.machine import Observer
 from headwater.bench.report import Report, list_table
 from headwater.bench.suites import SUITES
@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", metavar="PATTERN", help="figures by name; may be repeated")
     parser.add_argument("--repeat", metavar="ROUNDS", help=f"rounds to take the median of (default: {ROUNDS})")
     parser.add_argument("--quick", action="store_true", help=f"small amounts, {QUICK_ROUNDS} rounds: for a look only")
-    parser.add_argument("--model", type=Path, default=Effort.model, help=f"for `bench vllm` (default: {Effort.model})")
+    parser.add_argument("--model", type=Path, default=MODEL, metavar="DIR", help=f"for `bench vllm` (default: {MODEL})")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, for programs")
     form.add_argument("--markdown", action="store_true", help="print Markdown, for documents")

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 GB = 1e9
+MODEL = Path(".cache/models/SmolLM2-135M-Instruct")
+"""Where `make setup` puts the model of the demo and of the suites that run engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +235,7 @@ class Effort:
     quick: bool = False
     clocks: Clocks = field(default_factory=Clocks)
     after_turn: Callable[[], object] = lambda: None
-    model: Path = Path(".cache/models/SmolLM2-135M-Instruct")
+    model: Path = MODEL
 
     def interleave(self, contenders: Sequence[Contender], *, warm_ups: int = 1) -> dict[str, Series]:
         """`interleave` with this effort."""

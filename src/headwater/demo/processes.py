@@ -56,6 +56,11 @@ class Child:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 
+    @property
+    def group(self) -> int:
+        """The process group's number."""
+        return self._process.pid
+
     def stop(self) -> None:
         """Ask the group to end, wait, then end it; returns when no process of the group is left."""
         for number in (signal.SIGTERM, signal.SIGKILL):

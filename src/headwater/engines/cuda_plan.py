@@ -52,7 +52,7 @@ def split(
         count = min(step, layers - first)
         group = []
         for start, end in spans:
-            whole = count == 1 or (end - start) * block_bytes == layer_stride_bytes
+            whole = (end - start) * block_bytes == layer_stride_bytes
             address = int(places[start]) + first * layer_stride_bytes
             group.append(Piece(start, end, first, count, address, whole))
         groups.append(group)

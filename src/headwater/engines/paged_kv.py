@@ -61,7 +61,7 @@ def resolve_layer(name: str, pages: torch.Tensor, blocks: int) -> LayerPages:
             given = f"shape {tuple(pages.shape)} with strides {tuple(pages.stride())}"
             raise RefusedError(where, "rows that are each one dense run of bytes", given, LAYOUT_REMEDY)
         row_bytes *= size
-    row_stride = pages.stride(0) * item if rows > 1 else row_bytes
+    row_stride = pages.stride(0) * item
     if row_stride < row_bytes or (ratio > 1 and row_stride != row_bytes):
         expected = f"{row_bytes} bytes from row to row, {ratio} of which are one block"
         raise RefusedError(where, expected, str(row_stride), LAYOUT_REMEDY)

@@ -1,0 +1,104 @@
+"""The demo as a user runs it: real node, two real vLLM servers, real model; and that nothing is left afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from headwater.demo.command import MODEL
+
+PAUSE = threading.Event()
+pytestmark = pytest.mark.engine
+
+KEYS = {
+    "instance": str,
+    "prompt_tokens": int,
+    "reused_tokens": int,
+    "tier": str,
+    "ttft_s": float,
+    "ttft_uncached_s": float,
+    "bytes_moved": int,
+    "identical": bool,
+}
+
+
+def start_demo(scratch: Path) -> subprocess.Popen[bytes]:
+    """`headwater demo --json` in a process group of its own, with its scratch files in `scratch`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "headwater", "demo", "--json", "--logs", str(scratch / "logs")],
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stdout=(scratch / "out.json").open("wb"),
+        stderr=(scratch / "err.txt").open("wb"),
+        start_new_session=True,
+    )
+
+
+def left_behind(scratch: Path) -> list[str]:
+    """Processes whose command line or environment names the run's directory, its sockets, and its shared memory."""
+    found = [str(path) for path in scratch.glob("headwater-demo-*")]
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit() or int(process.name) == os.getpid():
+            continue
+        try:
+            told = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if str(scratch).encode() in told:
+            found.append(f"process {process.name}: {told[:120]!r}")
+    return found
+
+
+def shared_memory() -> set[str]:
+    """What has a name in /dev/shm."""
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.fixture(autouse=True)
+def _model() -> None:
+    assert (MODEL / "config.json").is_file(), f"{MODEL} is missing; run the tests by `make test`, from the repository"
+
+
+@pytest.mark.timeout(900)
+def test_the_demo_shares_and_its_outputs_are_identical(tmp_path: Path) -> None:
+    before = shared_memory()
+    demo = start_demo(tmp_path)
+    code = demo.wait(timeout=850)
+    errors = (tmp_path / "err.txt").read_text()
+    assert code == 0, f"{errors}\n{(tmp_path / 'out.json').read_text()}"
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["ok"] is True
+    lines = told["requests"]
+    for line in lines:
+        assert {name: type(value) for name, value in line.items()} == KEYS
+    assert all(line["identical"] for line in lines)
+    on_b = next(line for line in lines if line["instance"] == "B")
+    assert "host" in on_b["tier"]
+    assert on_b["reused_tokens"] > 1900
+    assert on_b["bytes_moved"] > 1900 * 46_080, "30 layers x 3 heads x 64 x 2 x 4 bytes a token"
+    assert on_b["ttft_s"] < on_b["ttft_uncached_s"] / 2, "a reused prefix is far quicker on any machine"
+    chat = lines[-4:]
+    assert [line["instance"] for line in chat] == ["A", "B", "A", "B"]
+    assert all("host" in line["tier"] for line in chat[1:]), "each turn finds the other instance's turn in the node"
+    assert not left_behind(tmp_path)
+    assert shared_memory() <= before
+
+
+@pytest.mark.timeout(300)
+def test_ctrl_c_while_the_engines_start_leaves_nothing(tmp_path: Path) -> None:
+    before = shared_memory()
+    demo = start_demo(tmp_path)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "logs" / "vllm-B.log").exists():
+        assert demo.poll() is None, (tmp_path / "err.txt").read_text()
+        assert time.monotonic() < deadline, "the engines were never started"
+        PAUSE.wait(0.05)
+    os.kill(demo.pid, signal.SIGINT)
+    assert demo.wait(timeout=60) == 130
+    assert not left_behind(tmp_path)
+    assert shared_memory() <= before
