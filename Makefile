@@ -26,10 +26,10 @@ check: setup  ## lint, format, types, house rules
 	$(BIN)/python -m pytest -q tests/tidy
 
 demo: setup  ## two real vLLM instances share one KV cache
-	$(BIN)/headwater demo $(ARGS)
+	@$(BIN)/headwater demo $(ARGS)
 
 bench: setup  ## measure this machine (BENCH=node)
-	$(BIN)/headwater bench $(BENCH) $(ARGS)
+	@$(BIN)/headwater bench $(BENCH) $(ARGS)
 
 sizes: setup  ## lines of code by folder, and the longest files
 	@$(BIN)/python -m tests.tidy.sizes

@@ -65,10 +65,15 @@ class Refused(Exception):
 # ---- talking to the person who waits -----------------------------------------------------------------------
 
 
+def tell(text: str, end: str = "\n") -> None:
+    """Progress goes to stderr: what follows in the same make, such as `make demo ARGS=--json`, owns stdout."""
+    print(text, end=end, flush=True, file=sys.stderr)
+
+
 def say(step: str, text: str) -> None:
     """One line of progress that stays."""
-    end = "\x1b[K" if sys.stdout.isatty() else ""
-    print(f"set-up {STEPS.index(step) + 1}/{len(STEPS)}  {step:<10} {text}{end}", flush=True)
+    end = "\x1b[K" if sys.stderr.isatty() else ""
+    tell(f"set-up {STEPS.index(step) + 1}/{len(STEPS)}  {step:<10} {text}{end}")
 
 
 @contextlib.contextmanager
@@ -76,14 +81,15 @@ def progress(step: str, text: str, count: Callable[[], str] = lambda: "") -> Ite
     """Show that a long step lives: a line that changes on a terminal, one line in 30 s elsewhere."""
     say(step, f"{text} ...")
     begun, stopped = time.monotonic(), threading.Event()
-    interval_s = 1.0 if sys.stdout.isatty() else 30.0
+    interval_s = 1.0 if sys.stderr.isatty() else 30.0
 
     def tick() -> None:
         while not stopped.wait(interval_s):
             line = f"    {count()}  {time.monotonic() - begun:.0f} s"
-            print(f"\r{line}\x1b[K" if sys.stdout.isatty() else line, end="", flush=True)
-            if not sys.stdout.isatty():
-                print(flush=True)
+            if sys.stderr.isatty():
+                tell(f"\r{line}\x1b[K", end="")
+            else:
+                tell(line)
 
     ticker = threading.Thread(target=tick, daemon=True)
     ticker.start()
@@ -92,8 +98,8 @@ def progress(step: str, text: str, count: Callable[[], str] = lambda: "") -> Ite
     finally:
         stopped.set()
         ticker.join()
-        if sys.stdout.isatty():
-            print("\r\x1b[K", end="", flush=True)
+        if sys.stderr.isatty():
+            tell("\r\x1b[K", end="")
     say(step, f"done in {time.monotonic() - begun:.0f} s")
 
 
@@ -150,7 +156,7 @@ def lock() -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        print("set-up: another one is working in this folder; waiting for it", flush=True)
+        tell("set-up: another one is working in this folder; waiting for it")
         fcntl.flock(fd, fcntl.LOCK_EX)
 
 
@@ -367,33 +373,13 @@ def model() -> bool:
     return True
 
 
-CHECK = """
-import importlib.metadata, json, sys
-from pathlib import Path
-from vllm import LLM
-from vllm.entrypoints.cli.main import main
-try:
-    from headwater._kernels import _copy
-    print("C kernel built")
-except ImportError:
-    print("C kernel absent: numpy does its work, slower")
-folder = Path(sys.argv[1])
-shape = json.loads((folder / "config.json").read_text())
-assert (shape["num_hidden_layers"], shape["num_key_value_heads"]) == (30, 3), shape
-print(f"model {folder.name}, {(folder / 'model.safetensors').stat().st_size / 1e6:.0f} MB")
-print("vLLM", importlib.metadata.version("vllm"), flush=True)
-sys.argv = ["vllm", "--version"]
-main()
-"""
-
-
 def check() -> bool:
     """See for real that vLLM starts, that headwater is installed, and that the model can be read."""
     made_from = fingerprint(*((STAMPS / step) for step in STEPS if step != "check"), MODEL / "headwater.json")
     if is_done("check", made_from):
         return False
     with progress("check", "does vLLM start here?"):
-        output = run([str(PYTHON), "-c", CHECK, str(MODEL)], {"HF_HUB_OFFLINE": "1"})
+        output = run([str(PYTHON), str(ROOT / "scripts" / "check_env.py"), str(MODEL)], {"HF_HUB_OFFLINE": "1"})
     for line in output.splitlines():
         if re.match(r"(C kernel|model|vLLM) ", line):
             say("check", line)
@@ -421,14 +407,14 @@ def set_up(chosen: str | None) -> None:
     shutil.rmtree(TEMPORARY, ignore_errors=True)  # what a killed run left
     TEMPORARY.mkdir()
     if VENV.is_dir() and not (STAMPS / "check").is_file():
-        print("set-up: going on where an earlier run stopped", flush=True)
+        tell("set-up: going on where an earlier run stopped")
     enough_room()
     try:
         did = [python_and_torch(chosen), packages(), headwater(), model(), check()]
     finally:
         shutil.rmtree(TEMPORARY, ignore_errors=True)
     took = f"ready in {time.monotonic() - begun:.0f} s" if any(did) else "up to date"
-    print(f"set-up: {took}", flush=True)
+    tell(f"set-up: {took}")
 
 
 def main() -> int:
@@ -444,10 +430,10 @@ def main() -> int:
     try:
         set_up(arguments.python or None)
     except Refused as refusal:
-        print(f"\nset-up: {refusal}\n\nset-up: stopped; what is done is kept. Log: {LOG}", file=sys.stderr)
+        tell(f"\nset-up: {refusal}\n\nset-up: stopped; what is done is kept. Log: {LOG}")
         return 1
     except KeyboardInterrupt:
-        print("\nset-up: interrupted. Run it again to go on from here.", file=sys.stderr)
+        tell("\nset-up: interrupted. Run it again to go on from here.")
         return 130
     return 0
 

@@ -157,13 +157,19 @@ class Engine:
         media: Iterable[tuple[str, int, int]] = (),
         transfer: dict[str, Any] | None = None,
         skip_reading: bool = False,
+        lora: LoRARequest | None = None,
+        fields: dict[str, Any] | None = None,
     ) -> None:
-        """Queue a request. `media` are (identifier, offset, length) items; `transfer` is `kv_transfer_params`."""
+        """Queue a request. `media` are (identifier, offset, length) items; `transfer` is `kv_transfer_params`.
+
+        With `lora`, `adapter` names what its weights are, which only the oracle sees. `fields` go to vLLM's Request.
+        """
         assert all(0 <= it < VOCABULARY for it in tokens)
         extra = {"kv_transfer_params": transfer} if transfer is not None else None
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra)
         params.skip_reading_prefix_cache = skip_reading
-        lora = LoRARequest(adapter, len(adapter), f"/adapters/{adapter}") if adapter else None
+        if adapter and lora is None:
+            lora = LoRARequest(adapter, len(adapter), f"/adapters/{adapter}")
         features = [
             MultiModalFeatureSpec(data=None, modality="image", identifier=it, mm_position=PlaceholderRange(at, size))
             for it, at, size in media
@@ -180,8 +186,17 @@ class Engine:
                 cache_salt=salt,
                 mm_features=features,
                 block_hasher=self.hasher,
+                **(fields or {}),
             )
         )
+
+    def preempt(self, *request_ids: str) -> None:
+        """Take running requests off the device between two steps, as a reset of the prefix cache does."""
+        for it in [it for it in self.scheduler.running if it.request_id in request_ids]:
+            self.scheduler.running.remove(it)
+            self.scheduler._preempt_request(it, 0.0, drop_stale_output=True)
+            self.scheduler.prev_step_scheduled_req_ids.discard(it.request_id)
+            self.preemptions += 1
 
     def abort(self, *request_ids: str) -> None:
         """Abort between two steps; `step(abort=...)` does it while the model runs."""

@@ -81,6 +81,10 @@ BAD_PAGED = {
     "block_bytes 0": (ValueError, {"block_bytes": 0}),
     "negative block_bytes": (ValueError, {"block_bytes": -1}),
     "huge block_bytes": (ValueError, {"block_bytes": 2**64}),
+    "huge stride that block 0 never uses": (
+        ValueError,
+        {"stride_bytes": 2**64, "blocks": i64(0), "places": u64(SOURCE.at())},
+    ),
     "stride below the block": (ValueError, {"stride_bytes": 99}),
     "layer stride below the block": (ValueError, {"layer_stride_bytes": 99}),
     "huge layer stride": (ValueError, {"layer_stride_bytes": LAST}),
@@ -118,6 +122,12 @@ def test_paged_copies_refuse(implementation: Kernels, verb: str, case: str) -> N
         getattr(implementation, verb)(**(paged_arguments() | bad))
     assert (TARGET.array == POISON).all()
     np.testing.assert_array_equal(SOURCE.array, before)
+
+
+@each
+def test_a_negative_block_is_called_that(implementation: Kernels) -> None:
+    with pytest.raises(ValueError, match="negative"):
+        implementation.gather(**(paged_arguments() | {"blocks": i64(1, 0, -1)}))
 
 
 @each

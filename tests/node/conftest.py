@@ -22,12 +22,12 @@ from tests.node.peers import LAYOUT, ForkServer, namespace
 STEP_S = 0.002
 
 
-def eventually(fact: Callable[[], object], within_s: float = 5.0) -> float:
-    """Wait until the fact holds and return how long that took; fails after `within_s`."""
+def eventually(fact: Callable[[], object], within_s: float = 5.0, seen: Callable[[], object] = str) -> float:
+    """Wait until the fact holds and return how long that took; fails after `within_s` with what is `seen`."""
     begun_s = time.monotonic()
     while not fact():
         waited_s = time.monotonic() - begun_s
-        assert waited_s < within_s, f"not so within {within_s} s"
+        assert waited_s < within_s, f"not so within {within_s} s: {seen()}"
         time.sleep(STEP_S)
     return time.monotonic() - begun_s
 

@@ -20,7 +20,6 @@ from headwater.node.messages import (
     Hello,
     Load,
     Match,
-    Message,
     Register,
     Release,
     Request,
@@ -89,7 +88,9 @@ class Inputs:
 
     def long_header(self) -> bytes:
         """An announcement of more than is allowed."""
-        length = self.draw.choice((FRAME_BYTES_MAX + 1, 2**31, 2**32 - 1, self.draw.randint(FRAME_BYTES_MAX, 2**32 - 1)))
+        length = self.draw.choice(
+            (FRAME_BYTES_MAX + 1, 2**31, 2**32 - 1, self.draw.randint(FRAME_BYTES_MAX, 2**32 - 1))
+        )
         return struct.pack("<I", length) + self.draw.randbytes(self.draw.randint(0, 100))
 
     def truncated(self) -> bytes:
@@ -146,10 +147,10 @@ class Inputs:
         return self.draw.choice(BIG)()
 
     def _space(self) -> int:
-        return 0 if self.draw.random() < 0.98 else self.draw.choice(INTS)
+        return 0 if self.draw.random() < 0.995 else self.draw.choice(INTS)
 
     def _packed(self) -> bytes:
-        shape = self.draw.randrange(40)
+        shape = self.draw.randrange(100)
         if shape == 0:
             return self.draw.randbytes(self.draw.randint(1, 50))
         if shape == 1:
@@ -161,7 +162,7 @@ class Inputs:
         return pack_keys(run)
 
     def _shards(self) -> tuple[int, ...]:
-        if self.draw.random() < 0.9:
+        if self.draw.random() < 0.98:
             return (0,)
         return self.draw.choice(((), (0, 0), (1,), (-1,), (10**9,), tuple(range(100)), (0, 2**63)))
 
@@ -176,7 +177,7 @@ class Inputs:
 
     def _reserve(self) -> Request:
         parent = b"" if self.draw.random() < 0.6 else self.draw.choice(KEYS)
-        if self.draw.random() < 0.02:
+        if self.draw.random() < 0.005:
             parent = self.draw.randbytes(self.draw.choice((1, 15, 17, 32)))
         lacking: tuple[tuple[int, int], ...] = ()
         if self.draw.random() < 0.1:
@@ -220,9 +221,7 @@ class Inputs:
         return Register(replace(namespace(groups=groups), **{field: value}), layout)
 
     def _rest(self) -> Request:
-        message: Message = self.draw.choice((Status(), Clear(self._space()), Clear(0)))
-        assert isinstance(message, Status | Clear)
-        return message
+        return Clear(self._space()) if self.draw.random() < 0.1 else Status()
 
 
 BIG: tuple[Callable[[], Request], ...] = (

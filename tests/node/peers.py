@@ -33,7 +33,7 @@ from headwater.node.client import Link, Session
 from headwater.node.driver import Node
 from headwater.node.messages import PROTOCOL, Hello, Reserve, encode
 from headwater.node.server import Server
-from headwater.tiers.host import MappedMemory, create_memory
+from headwater.tiers.host import MappedMemory, available_bytes, create_memory
 from headwater.types import ChunkKey, KVGroup, KVLayout, Namespace, pack_keys
 
 PACKET_BYTES = 1 << 16
@@ -374,6 +374,7 @@ def rival(channel: Channel, address: str) -> None:
 
 def as_user(channel: Channel, user: int, action: str, **arguments: Any) -> None:
     """Try something as another, powerless user; tells the error's type and text."""
+    available_bytes()  # loads what that user may not be able to read
     os.setgroups([])
     os.setgid(user)
     os.setuid(user)

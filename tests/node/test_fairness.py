@@ -161,7 +161,9 @@ def read_replies(it: socket.socket, count: int) -> list[Reply]:
     return replies
 
 
-def test_a_client_that_sends_much_at_once_does_not_keep_the_others_waiting(rig: Rig, crowd: Crowd, healthy: Session) -> None:
+def test_a_client_that_sends_much_at_once_does_not_keep_the_others_waiting(
+    rig: Rig, crowd: Crowd, healthy: Session
+) -> None:
     """All its frames are in the node's hands when the other's one request arrives."""
     order: list[str] = []
     at_work, go_on = threading.Event(), threading.Event()

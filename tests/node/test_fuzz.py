@@ -1,4 +1,4 @@
-"""A hundred thousand bad inputs over real sockets: the node answers its honest client all the while, and keeps nothing."""
+"""A hundred thousand bad inputs over real sockets: the node serves its honest client all the while, keeps nothing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from headwater.errors import ProtocolError
 from headwater.node.client import Session, fetch_status
-from headwater.node.messages import Loaded, Register, Reserved, decode_reply, decode_request, encode
+from headwater.node.messages import Loaded, Register, Request, Reserved, decode_reply, decode_request, encode
 from tests.node.conftest import anonymous_bytes, descriptors, eventually
-from tests.node.fuzz import Inputs
+from tests.node.fuzz import BIG, Inputs
 from tests.node.peers import LAYOUT, ForkServer, Peer, hello, keys, namespace, open_session, serve
 
 GROWTH_BYTES = 16 << 20
@@ -39,15 +39,18 @@ def node(fork_server: ForkServer, address: str) -> Iterator[Peer]:
 @pytest.fixture(scope="module")
 def healthy(node: Peer, address: str) -> Iterator[Session]:
     session = open_session(address, "healthy", call_s=ANSWER_S)
+    path = address.removeprefix("unix:")
+    for _ in range(2):  # what grows once, at the first use, has grown before it is measured
+        shoot(path, [Inputs(0).garbage() for _ in range(200)])
+        for it in BIG:
+            shout(path, it)
     yield session
     session.close()
 
 
 @pytest.fixture(autouse=True)
-def unharmed(node: Peer, address: str, healthy: Session) -> Iterator[None]:
+def unharmed(node: Peer, healthy: Session) -> Iterator[None]:
     """What must hold after each test: answers, memory, descriptors."""
-    path = address.removeprefix("unix:")
-    shoot(path, [Inputs(0).garbage() for _ in range(200)])  # what grows once, at first use, has grown
     before = settled(node, healthy), anonymous_bytes(node.pid)
     yield
     after = settled(node, healthy), anonymous_bytes(node.pid)
@@ -134,6 +137,13 @@ def exchange(connection: socket.socket, frames: list[bytes]) -> tuple[list[bytes
     return replies, False
 
 
+def shout(path: str, draw: Callable[[], Request]) -> None:
+    """One message on a connection that is registered, and the node's answer to it."""
+    with connect(path) as connection:
+        exchange(connection, [bytes(hello("fuzz")), bytes(encode(Register(namespace(), LAYOUT)))])
+        exchange(connection, [bytes(encode(draw()))])
+
+
 def converse(path: str, inputs: Inputs, count: int, draw: Callable[[], bytes]) -> int:
     """Frames by the dozen on connections that are registered, and a new one whenever the node has had enough.
 
@@ -147,7 +157,7 @@ def converse(path: str, inputs: Inputs, count: int, draw: Callable[[], bytes]) -
             with connect(path) as connection:
                 closed = len(exchange(connection, opening)[0]) != 2
                 while not closed and judged < count:
-                    replies, closed = exchange(connection, [draw() for _ in range(24)])
+                    replies, closed = exchange(connection, [draw() for _ in range(64)])
                     judged += len(replies) + closed
                     for it in map(decode_reply, replies):
                         if isinstance(it, Loaded | Reserved) and it.ticket:
@@ -206,10 +216,8 @@ def test_messages_as_large_as_can_be(address: str, healthy: Session, seed: int) 
     print(f"seed {seed}")
     inputs = Inputs(seed + 4)
     for _ in range(6):
-        for _ in range(10):
-            with connect(address.removeprefix("unix:")) as connection:
-                exchange(connection, [bytes(hello("fuzz")), bytes(encode(Register(namespace(), LAYOUT)))])
-                exchange(connection, [bytes(encode(inputs.big())) for _ in range(2)])
+        for _ in range(15):
+            shout(address.removeprefix("unix:"), inputs.big)
         assert answers(healthy) < ANSWER_S
 
 

@@ -51,9 +51,7 @@ def test_killed_while_saving(rig: Rig, peers: ForkServer, point: str) -> None:
     healthy = rig.session("healthy", maps=True)
     for turn in range(14):
         name = f"{point}-{turn}"
-        victim = peers.start(
-            saver, address=rig.address, instance="victim", name=name, count=CHUNKS, point=point
-        )
+        victim = peers.start(saver, address=rig.address, instance="victim", name=name, count=CHUNKS, point=point)
         assert victim.hear() == point
         if point in ("reserved", "half written", "written"):
             assert healthy.reserve(keys(CHUNKS, name)).addresses[0] == (ABSENT,) * CHUNKS, "it is being written"
@@ -79,9 +77,7 @@ def test_killed_while_loading(rig: Rig, peers: ForkServer, point: str) -> None:
     for turn in range(14):
         wanted = keys(CHUNKS, f"{turn}")
         save(healthy, wanted)
-        victim = peers.start(
-            loader, address=rig.address, instance="victim", name=f"{turn}", count=CHUNKS, point=point
-        )
+        victim = peers.start(loader, address=rig.address, instance="victim", name=f"{turn}", count=CHUNKS, point=point)
         assert victim.hear() == point
         if point != "done":
             assert healthy.clear() == 0, "it is being read"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -178,13 +179,14 @@ def test_30_cycles_leave_nothing(config: NodeConfig, tmp_path: Path) -> None:
         shared = [name for name in os.listdir("/dev/shm") if "headwater" in name]
         return descriptors(), len(os.listdir("/proc/self/task")), shared
 
+    gc.collect()
     for _ in range(3):
         cycle()
     before, memory = own(), anonymous_bytes(os.getpid())
     shared = mapped_bytes()
     for _ in range(30):
         cycle()
-    eventually(lambda: own() == before)
+    eventually(lambda: own() == before, seen=own)
     assert mapped_bytes() == shared
     assert list(tmp_path.iterdir()) == []
     grown = anonymous_bytes(os.getpid()) - memory

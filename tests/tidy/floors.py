@@ -14,6 +14,7 @@ FLOORS: dict[str, float] = {
     "types": 0,
     "errors": 0,
     "values": 0,
+    "version": 0,
     "config": 0,
     "ports": 0,
     "core": 1,
@@ -24,6 +25,7 @@ FLOORS: dict[str, float] = {
     "conductor": 3,
     "sim": 3,
     "engines": 4,
+    "client": 4,  # for programs that are no engine
     "bench": 5,
     "demo": 5,
     "doctor": 5,
@@ -65,9 +67,7 @@ def target_modules(found: Import, known: set[str]) -> list[str]:
     """The modules of ours that one import reaches: `from headwater.core import pool` reaches headwater.core.pool."""
     if found.module != "headwater" and not found.module.startswith("headwater."):
         return []
-    if found.module == "headwater" and found.names == ("__version__",):
-        return []  # the first thing that the package defines: no floor, no cycle
-    inner = [f"{found.module}.{name}" for name in found.names if name != "__version__"]
+    inner = [f"{found.module}.{name}" for name in found.names]
     return [name if name in known else found.module for name in inner] or [found.module]
 
 
@@ -125,8 +125,7 @@ def check_outside(sources: list[Source]) -> Iterable[Finding]:
             if package not in OUTSIDE:
                 yield Finding("outside", source.path, found.line, f"imports {package}, which headwater does not list")
             elif source.unit not in OUTSIDE[package]:
-                who = ", ".join(sorted(OUTSIDE[package]))
-                yield Finding("outside", source.path, found.line, f"imports {package}; only {who} may")
+                yield Finding("outside", source.path, found.line, f"{source.unit} must do without {package}")
 
 
 def check_local_imports(sources: list[Source]) -> Iterable[Finding]:

@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, with the names taken from it; for `import x` those that the file uses as x.name."""
+    """One imported module, with the names taken from it (none for `import x`)."""
 
     line: int
     module: str
@@ -113,7 +113,7 @@ def imports(source: Source) -> list[Import]:
         functions = [scope for scope in around if isinstance(scope, Function)]
         within = qualified(around) if functions else ""
         if isinstance(node, ast.Import):
-            found += [Import(node.lineno, it.name, used_names(source, it.name), within) for it in node.names]
+            found += [Import(node.lineno, alias.name, (), within) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = tuple(alias.name for alias in node.names)
             found.append(Import(node.lineno, absolute(source, node), names, within))
@@ -122,12 +122,6 @@ def imports(source: Source) -> list[Import]:
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 found.append(Import(node.lineno, name.value, (), within))
     return found
-
-
-def used_names(source: Source, module: str) -> tuple[str, ...]:
-    """The names that a file takes from a module by writing module.name."""
-    attributes = (node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute))
-    return tuple(sorted({node.attr for node in attributes if dotted(node.value) == module}))
 
 
 def absolute(source: Source, node: ast.ImportFrom) -> str:

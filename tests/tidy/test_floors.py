@@ -29,7 +29,8 @@ BAD: list[tuple[Rule, str, str]] = [
     (floors.check_floors, NODE, "from headwater.sim import world"),
     (floors.check_floors, NODE, "from headwater import sim"),
     (floors.check_floors, NODE, "from headwater import Client"),
-    (floors.check_floors, NODE, "import headwater\nx = headwater.Client()\ny = headwater.__version__"),
+    (floors.check_floors, NODE, "import headwater"),
+    (floors.check_floors, NODE, "from headwater import __version__"),
     (floors.check_floors, NODE, "from headwater.metrics import State"),
     (floors.check_floors, NODE, "import importlib\nimportlib.import_module('headwater.engines.vllm')"),
     (floors.check_floors, "src/headwater/tiers/host.py", "import headwater.transports.shm"),
@@ -54,8 +55,7 @@ BAD: list[tuple[Rule, str, str]] = [
 ]
 
 GOOD: list[tuple[Rule, str, str]] = [
-    (floors.check_floors, NODE, "from headwater import __version__\nfrom headwater.core.pool import Pool"),
-    (floors.check_floors, NODE, "import headwater\nx = headwater.__version__"),
+    (floors.check_floors, NODE, "from headwater.version import VERSION\nfrom headwater.core.pool import Pool"),
     (floors.check_floors, NODE, "from headwater.node.messages import Hello\nfrom headwater.tiers import host"),
     (floors.check_floors, "src/headwater/tiers/host.py", "import headwater._kernels"),
     (floors.check_floors, "src/headwater/config.py", "from headwater.errors import ConfigError"),

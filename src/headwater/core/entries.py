@@ -60,6 +60,8 @@ class Entries:
                 column.append(0)
             for links in (self.parent, self._first_child, self._next, self._elder):
                 links.append(NONE)
+        if parent != NONE:
+            assert parent != row and self.state[parent] in (State.RESERVED, State.READY), f"parent {parent} is gone"
         self.keys[row], self.address[row] = key, address
         self.space[row], self.group[row], self.leases[row] = space, group, 0
         self.state[row] = State.RESERVED

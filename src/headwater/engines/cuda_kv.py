@@ -155,9 +155,12 @@ class CudaPagedKV:
         Pinning takes about a second for a few GiB and must not happen while the engine captures CUDA graphs.
         """
         self.detach()
+        regions = []
         for base, size in zip(bases, sizes, strict=True):
             view = torch.frombuffer((ctypes.c_uint8 * size).from_address(base), dtype=torch.uint8)
-            self._regions.append(Region(base, size, view, self._device.pin(base, size)))
+            regions.append(Region(base, size, view, self._device.pin(base, size)))
+        with self._lock:
+            self._regions = regions
 
     def detach(self) -> None:
         """Wait for all copies and forget the node memory; it may be unmapped then."""
@@ -204,7 +207,7 @@ class CudaPagedKV:
         return self._start(self._loading, group, blocks, places, layer_stride_bytes, after)
 
     def close(self) -> None:
-        """Wait for all copies and let go of node memory and staging."""
+        """The same, at the end."""
         self.detach()
 
     # ---- inside ---------------------------------------------------------------------------------------

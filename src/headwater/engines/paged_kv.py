@@ -166,7 +166,8 @@ class CpuPagedKV:
             _drain(pieces)
         finally:
             for it in others:
-                it.result()
+                if not it.cancel():  # on a busy machine it may not even have begun, and there is nothing left for it
+                    it.result()
 
 
 def _split(

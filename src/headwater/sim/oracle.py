@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headwater.core.cache import Cache
+from headwater.core.cache import Cache, Space
 from headwater.core.entries import State
 from headwater.sim.memory import Memory, Part, part_of
 from headwater.types import ABSENT, ChunkKey, HitRule, KVLayout, Loadable, Removed, Reservation, Stored
@@ -41,12 +41,14 @@ class Oracle:
         # Who may still touch a page: its one writer, and its readers with their deadlines, by ticket.
         self._writing: dict[int, tuple[str, int]] = {}
         self._reading: dict[int, dict[int, tuple[str, float]]] = {}
+        self._above: dict[ChunkKey, ChunkKey] = {}  # the chunk before a chunk, as prompts had it
         self.reads = 0
 
     # ---- the node's answers ---------------------------------------------------------------------------
 
     def judge_match(self, space: int, keys: Sequence[ChunkKey], hit: int) -> None:
         """A hit is the longest prefix of which every group has what its rule asks for."""
+        self._above.update(zip(keys[1:], keys, strict=False))
         layout, held = self._cache.spaces[space].layout, self._announced[space]
         groups = range(len(layout.groups))
         expected = next(
@@ -128,6 +130,7 @@ class Oracle:
                 _must(not keys & held, "something was announced twice")
                 held |= keys
         for number, space in enumerate(cache.spaces):
+            self._check_prefixes(space)
             for group, index in enumerate(space.index):
                 ready = {key: row for key, row in index.items() if cache.entries.state[row] == State.READY}
                 _must(ready.keys() == self._announced[number][group], "announced and readable chunks differ")
@@ -146,6 +149,18 @@ class Oracle:
         _must(not any(cache.entries.leases), "leases are left")
         states = [State(state) for state in cache.entries.state if state not in (State.FREE, State.READY)]
         _must(not states, f"rows are left in {states}")
+
+    def _check_prefixes(self, space: Space) -> None:
+        """No chunk is there without the chunk before it, and no companion without its chunk."""
+        full = [group for group, it in enumerate(space.layout.groups) if it.rule is HitRule.ALL]
+        if not full:
+            return
+        main = space.index[full[0]]
+        for index in space.index:
+            for key in index:
+                _must(key in main, f"{key.hex()[:6]} has a companion and is not there itself")
+                before = self._above.get(key)
+                _must(before is None or before in main, f"{key.hex()[:6]} is there without the chunk before it")
 
     # ---- inside ---------------------------------------------------------------------------------------
 

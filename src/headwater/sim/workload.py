@@ -48,8 +48,11 @@ class Plan:
 
     models: tuple[Model, ...]
     instances: tuple[Model, ...]
+    slab_pages: int
     slabs: int
     requests: int
+    rush_s: float
+    """The longest time between two requests."""
     policy: str
 
 
@@ -65,8 +68,10 @@ def draw_plan(rng: random.Random) -> Plan:
     return Plan(
         models=tuple(models),
         instances=tuple(instances),
-        slabs=rng.randrange(2, 8),
-        requests=rng.randrange(5, 14),
+        slab_pages=rng.choice((4, 8)),
+        slabs=rng.randrange(2, 6),
+        requests=rng.randrange(6, 15),
+        rush_s=rng.choice((0.1, 0.4, 0.9)),
         policy=rng.choice(("lru", "s3fifo")),
     )
 

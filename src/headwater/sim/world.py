@@ -19,12 +19,11 @@ from headwater.sim.node import SimulatedNode
 from headwater.sim.oracle import Oracle, Violation
 from headwater.sim.schedule import Process, Schedule, VirtualClock
 from headwater.sim.workload import Conversations, Model, draw_plan
-from headwater.types import PAGE_BYTES
+from headwater.types import KEY_BYTES, PAGE_BYTES, ChunkKey
 
 __all__ = ["Outcome", "SimulationError", "VirtualClock", "World", "simulate"]
 
 LOAD_S, SAVE_S = 2.0, 5.0
-SLAB_BYTES = 8 * PAGE_BYTES
 EVENTS_MAX = 20_000
 
 MakeCache = Callable[[Pool, EvictionPolicy, float, float], Cache]
@@ -68,7 +67,8 @@ class World:
         self.seed, self.rng = seed, random.Random(seed)
         self.faults, self.plan = draw_faults(self.rng), draw_plan(self.rng)
         self.schedule, self.memory = Schedule(), Memory()
-        pool = make_pool([self.plan.slabs * SLAB_BYTES], SLAB_BYTES)
+        slab_bytes = self.plan.slab_pages * PAGE_BYTES
+        pool = make_pool([self.plan.slabs * slab_bytes], slab_bytes)
         self.cache = make_cache(pool, POLICIES[self.plan.policy](), LOAD_S, SAVE_S)
         spaces = {it: self.cache.add_space(it.namespace, it.layout) for it in self.plan.models}
         self.oracle = Oracle(self.cache, self.memory)
@@ -168,8 +168,8 @@ class World:
     def _check_room(self) -> None:
         """Nothing is in use: a save gets all the room there is, and deleting everything frees everything."""
         for space, it in enumerate(self.cache.spaces):
-            keys = [key for number in range(2) for key in self._fresh_keys(it.namespace.root(), number)]
-            granted = self.node.reserve("last", space, None, keys[:1], frozenset())
+            fresh = ChunkKey(hashlib.sha256(it.namespace.root()).digest()[:KEY_BYTES])
+            granted = self.node.reserve("last", space, None, [fresh], frozenset())
             if not granted.ticket:
                 raise Violation(f"nothing is in use and there is no room: {self.cache!r}")
             self.node.release("last", granted.ticket)
@@ -179,13 +179,9 @@ class World:
         if self.cache.pool.taken_slots or len(self.cache.entries):
             raise Violation(f"everything was deleted and something is left: {self.cache!r}")
 
-    @staticmethod
-    def _fresh_keys(root: bytes, number: int) -> list[Any]:
-        return [hashlib.sha256(root + bytes([number])).digest()[:16]]
-
     def _plan_request(self) -> None:
         if self.requests < self.plan.requests:
-            self.schedule.after(self.rng.uniform(0.0, 0.9), "", self._start_request)
+            self.schedule.after(self.rng.uniform(0.0, self.plan.rush_s), "", self._start_request)
 
     def _start_request(self) -> None:
         self.requests += 1

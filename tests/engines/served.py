@@ -1,0 +1,192 @@
+"""Engines of the harness that share one real node, and the handles by which tests make either of them fail.
+
+    first, second = served.engine(), served.engine()
+    with served.paused(): ...          the node accepts and never answers
+    gate = Gate(second, "scatter")     the next load stops before its copy, until `gate.open()`
+
+When the test is over nothing may be left: no ticket in the node, nothing tracked, pinned or queued in the engines.
+"""
+
+import contextlib
+import functools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwater.config import NodeConfig
+from headwater.core.cache import Cache, Space
+from headwater.node.driver import Node
+from headwater.node.server import EmbeddedServer
+from tests.engines.harness import Engine, Shape
+
+CONNECTOR = "headwater.engines.vllm.HeadwaterConnector"
+BLOCK, CHUNK = 16, 32
+ON_CPU = {"asynchronous": False, "second_runner": False}
+ON_GPU = {"asynchronous": True, "second_runner": True}
+MODES = pytest.mark.parametrize("mode", [ON_CPU, ON_GPU], ids=["as-on-cpu", "as-on-gpu"])
+DENSE = Shape()
+WINDOW = Shape(window_tokens=40)
+SKIP = {"headwater.skip": True}
+WAIT_S = 20.0
+QUIET_STEPS = 2_000
+
+
+class MovedClock:
+    """The node's clock: the real one, moved as tests like."""
+
+    def __init__(self) -> None:
+        self.moved_s = 0.0
+
+    def now(self) -> float:
+        return time.monotonic() + self.moved_s
+
+
+class Served:
+    """A node in a thread of this process, and engines that use it. `node` are settings of every life of the node."""
+
+    def __init__(self, directory: Path, memory: int = 64 << 20, **node: Any) -> None:
+        self.directory, self.memory, self.node = directory, memory, node
+        self.address = f"unix:{directory}/node.sock"
+        self.clock = MovedClock()
+        self.engines: list[Engine] = []
+        self.embedded: EmbeddedServer | None = None
+
+    def start(self) -> None:
+        settings = {"slab": 1 << 20, "prefault": False, "drain_s": 0.1, "metrics": "off", **self.node}
+        config = NodeConfig(socket=self.address, host_memory=self.memory, **settings)
+        self.embedded = EmbeddedServer(Node(config, self.clock), self.address)
+
+    def stop(self) -> None:
+        """The end of this node: to engines it is as if it had been killed, since nothing says goodbye."""
+        if self.embedded is not None:
+            self.embedded.close()
+            self.embedded = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """From the next call on the node accepts, reads, and never answers, as if stopped by a signal."""
+        assert self.embedded is not None
+        node, resumed = self.embedded.server.node, threading.Event()
+        handle = node.handle
+
+        def wait(instance: str, request: Any) -> Any:
+            resumed.wait()
+            return handle(instance, request)
+
+        node.handle = wait  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            resumed.set()
+            node.handle = handle  # type: ignore[method-assign]
+
+    @property
+    def cache(self) -> Cache:
+        """The node's core; look at it only while the node has nothing to do."""
+        assert self.embedded is not None
+        return self.embedded.server.node.cache
+
+    @property
+    def space(self) -> Space:
+        """The only namespace."""
+        (space,) = self.cache.spaces
+        return space
+
+    def engine(self, shape: Shape = DENSE, mode: dict[str, Any] | None = None, **extra: Any) -> Engine:
+        """An engine of this node; `extra` are the plug-in's settings."""
+        options = {"node": self.address, "chunk_tokens": CHUNK, "fingerprint": "test-model", **extra}
+        engine = Engine(shape, CONNECTOR, options, **(mode or ON_CPU))
+        self.engines.append(engine)
+        return engine
+
+    def lacks_tickets(self) -> None:
+        """Assert that nobody holds anything in the node, which is sound."""
+        eventually(lambda: not self.cache.tickets, lambda: f"tickets are left: {self.cache.tickets}")
+        self.cache.check()
+
+    def close(self) -> None:
+        """Run everything idle and assert that nothing is left anywhere."""
+        for engine in self.engines:
+            engine.run(limit=QUIET_STEPS)
+        if self.embedded is not None:
+            # Before the engines leave: what they hold in the node would go with them.
+            self.lacks_tickets()
+        for engine in self.engines:
+            engine.close(leftovers)
+        self.stop()
+
+
+def eventually(fact: Callable[[], object], otherwise: Callable[[], object] = lambda: "not so") -> None:
+    """Wait for what another thread or process is about to do."""
+    until_s = time.monotonic() + WAIT_S
+    while not fact():
+        assert time.monotonic() < until_s, otherwise()
+        threading.Event().wait(0.001)
+
+
+def decider(engine: Engine) -> Any:
+    """The plug-in's scheduler side."""
+    return engine.connector._scheduling()
+
+
+def copier(engine: Engine, rank: int = 0) -> Any:
+    """The plug-in's side in a rank."""
+    return engine.workers[rank].connector._copying
+
+
+def leftovers(engine: Engine) -> dict[str, Any]:
+    """What an idle engine's plug-in still remembers, and should not."""
+    scheduling = decider(engine)
+    found = {name: getattr(scheduling, name, None) for name in ("_tracked", "_loads", "_saves", "_pinned", "_leases")}
+    for rank in range(len(engine.workers)):
+        copying = copier(engine, rank)
+        found |= {f"rank {rank}: {name}": getattr(copying, name) for name in ("_loads", "_saves", "_loading")}
+    return {name: value for name, value in found.items() if value}
+
+
+def intercept(engine: Engine, name: str, around: Callable[..., None], ranks: range | None = None) -> None:
+    """Have `around(copy, group, blocks, places, stride)` called in place of each gather or scatter of some ranks."""
+    for rank in ranks or range(len(engine.workers)):
+        pages = copier(engine, rank)._pages
+        setattr(pages, name, functools.partial(around, getattr(pages, name)))
+
+
+class Gate:
+    """Stops an engine's copies of one kind before they begin, until `open`. What comes after passes."""
+
+    def __init__(self, engine: Engine, name: str, ranks: range | None = None) -> None:
+        self.entered, self._opened = threading.Event(), threading.Event()
+        intercept(engine, name, self._wait, ranks)
+
+    def _wait(self, copy: Callable[..., None], *arguments: Any) -> None:
+        self.entered.set()
+        assert self._opened.wait(WAIT_S)
+        copy(*arguments)
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def reached(self) -> None:
+        """Wait until a copy stands here."""
+        assert self.entered.wait(WAIT_S)
+
+
+class Faults:
+    """Fails a seeded share of copies, half of them after moving a part of their blocks; torch raises RuntimeError."""
+
+    def __init__(self, seed: int, share: float) -> None:
+        self.random, self.share, self.failed = random.Random(seed), share, 0
+
+    def __call__(self, copy: Callable[..., None], group: int, blocks: Any, places: Any, stride: int) -> None:
+        if self.random.random() >= self.share:
+            copy(group, blocks, places, stride)
+            return
+        self.failed += 1
+        some = self.random.randrange(len(blocks) + 1) if self.random.random() < 0.5 else 0
+        copy(group, blocks[:some], places[:some], stride)
+        raise RuntimeError("injected")
