@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,11 +42,28 @@ class PagedKV(Protocol):
     """An engine's KV pages on its device, and the copies between them and mapped node memory.
 
     For block i of a call, `places[i]` is the process-local address of its layer-0 bytes in a part; layer l
-    is `l * layer_stride_bytes` further on.
+    is `l * layer_stride_bytes` further on. `after` is what `mark` returned: the copy touches the blocks only
+    when the engine's work up to that mark is over.
     """
 
-    def gather(self, group: int, blocks: BlockIds, places: Addresses, layer_stride_bytes: int) -> None:
+    def attach(self, bases: Sequence[int], sizes: Sequence[int]) -> None:
+        """Node memory was mapped at `bases`; it stays mapped until `detach` returns."""
+
+    def detach(self) -> None:
+        """Finish what is under way and let go of the node memory, which is unmapped next."""
+
+    def mark(self) -> object:
+        """Called by the engine's thread: the point in its work after all that it has given to the device."""
+
+    def gather(
+        self, group: int, blocks: BlockIds, places: Addresses, layer_stride_bytes: int, after: Any = None
+    ) -> None:
         """Copy device blocks into node memory; when it returns, the bytes are there."""
 
-    def scatter(self, group: int, blocks: BlockIds, places: Addresses, layer_stride_bytes: int) -> None:
-        """Copy node memory into device blocks; when it returns, later work on the device sees the bytes."""
+    def scatter(
+        self, group: int, blocks: BlockIds, places: Addresses, layer_stride_bytes: int, after: Any = None
+    ) -> None:
+        """Copy node memory into device blocks; when it returns, work launched later sees the bytes."""
+
+    def close(self) -> None:
+        """Give up threads and device memory; nothing may be called afterwards."""

@@ -142,7 +142,7 @@ def copier(engine: Engine, rank: int = 0) -> Any:
 def leftovers(engine: Engine) -> dict[str, Any]:
     """What an idle engine's plug-in still remembers, and should not."""
     scheduling = decider(engine)
-    found = {name: getattr(scheduling, name, None) for name in ("_tracked", "_loads", "_saves", "_pinned", "_leases")}
+    found = {name: getattr(scheduling, name) for name in ("_tracked", "_loads", "_saves", "_pinned", "_loading", "_failed", "_owed")}
     for rank in range(len(engine.workers)):
         copying = copier(engine, rank)
         found |= {f"rank {rank}: {name}": getattr(copying, name) for name in ("_loads", "_saves", "_loading")}

@@ -4,7 +4,7 @@ import pytest
 
 from tests.engines.harness import Shape
 from tests.engines.oracle import continuation
-from tests.engines.served import CHUNK, DENSE, MODES, SKIP, WINDOW, decider
+from tests.engines.served import BLOCK, CHUNK, DENSE, MODES, SKIP, WINDOW, decider
 from tests.engines.vllm_names import torch
 from tests.engines.workload import words
 
@@ -29,16 +29,17 @@ def test_each_turn_reuses_the_whole_conversation_so_far(served, shape, mode) -> 
 @MODES
 def test_turns_also_build_on_what_the_engine_has_itself(served, mode) -> None:
     engines = [served.engine(DENSE, mode) for _ in range(2)]
-    history = words(50)
+    history, with_kv, own = words(50), 0, [0, 0]
     for turn in range(8):
         engine = engines[turn % 2]
         history += words(9, turn)
         engine.add(f"{turn}", history, max_tokens=20)
         engine.run()
+        local, held = own[turn % 2] // BLOCK * BLOCK, with_kv // CHUNK * CHUNK
+        assert engine.loaded_tokens(f"{turn}") == max(held - local, 0), turn
         assert engine.outputs[f"{turn}"] == continuation(history, 20)
         history += engine.outputs[f"{turn}"]
-    # Two turns ago the engine itself computed or loaded all but the last 58 tokens.
-    assert all(0 < engines[n % 2].loaded_tokens(f"{n}") <= 3 * CHUNK for n in range(2, 8))
+        with_kv = own[turn % 2] = len(history) - 1
 
 
 @MODES

@@ -106,7 +106,9 @@ PARTIAL = [
 
 
 @pytest.mark.parametrize("instance", ["", "known"])
-def test_200_unfinished_frames_are_closed_in_time(rig: Rig, crowd: Crowd, healthy: Session, instance: str) -> None:
+def test_200_unfinished_frames_are_closed_in_time(
+    rig: Rig, crowd: Crowd, healthy: Session, instance: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def slow(index: int) -> socket.socket:
         it = crowd.greeted(f"{instance}{index}") if instance else crowd.connected()
         it.sendall(PARTIAL[index % len(PARTIAL)])
@@ -129,6 +131,7 @@ def test_200_unfinished_frames_are_closed_in_time(rig: Rig, crowd: Crowd, health
     assert all(is_closed(it) for it in late)
     assert not any(is_closed(it) for it in idle), "a session with nothing to say may stay"
     assert rig.server.protocol_errors == len(late)
+    assert sum("no whole frame" in it.message for it in caplog.records) < 5, "a crowd does not fill the log"
 
 
 def test_a_frame_may_come_one_byte_at_a_time(rig: Rig, crowd: Crowd, healthy: Session) -> None:

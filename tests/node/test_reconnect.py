@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,7 +101,8 @@ def test_so_does_a_call_whose_reply_comes_drop_by_drop(rig: Rig, monkeypatch: py
             for _ in range(100):
                 if enough.wait(CALL_S / 3):
                     return
-                session.socket.send(b"\x00\x01\x00\x00"[:1])
+                with suppress(BrokenPipeError):  # it has had enough
+                    session.socket.send(b"\x01")
 
         monkeypatch.undo()
         drips.append(threading.Thread(target=run))

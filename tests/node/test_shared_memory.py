@@ -155,7 +155,7 @@ def test_200_connections_leave_nothing_behind(rig: Rig) -> None:
 
 
 def test_a_failed_handshake_leaks_no_descriptor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig.link("warm", maps=True)
+    rig.session("warm", maps=True)
     before = descriptors()
     honest = rig.node.welcome
     lies = [

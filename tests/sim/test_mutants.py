@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from headwater.core.cache import Cache, Space
+from headwater.core.cache import Cache, Space, Ticket
 from headwater.core.entries import NONE, State
 from headwater.core.eviction import LRU, SMALL
 from headwater.core.pool import Pool
@@ -158,10 +158,13 @@ class NoShield(Cache):
 class FreesQuarantined(Cache):
     """A late writer's slot is given away at once."""
 
-    def _quarantine(self, ticket: object) -> None:
-        super()._quarantine(ticket)  # type: ignore[arg-type]
-        number = next(number for number, it in self.tickets.items() if it is ticket)
-        self._finish(number, commit=False)
+    def _quarantine(self, ticket: Ticket) -> None:
+        super()._quarantine(ticket)
+        for row in ticket.rows:
+            if self.entries.state[row] == State.DOOMED:
+                self._drop(row)
+        ticket.rows.clear()
+        ticket.chunk_of.clear()
 
 
 class CommitsLate(Cache):
@@ -258,14 +261,14 @@ class ForgetsReleases(Cache):
 
 
 class ReleasesTwice(Cache):
-    """Each release ends every lease of the ticket's rows, whoever holds it."""
+    """The end of a load ends somebody else's lease as well."""
 
-    def release(self, owner: str, ticket_id: int) -> bool:
-        ticket = self.tickets.get(ticket_id)
-        if ticket is not None and ticket.owner == owner and ticket.kind is TicketKind.LOAD:
+    def _finish(self, number: int, *, commit: bool) -> None:
+        ticket = self.tickets[number]
+        if ticket.kind is TicketKind.LOAD:
             for row in ticket.rows:
-                self.entries.leases[row] = 1
-        return super().release(owner, ticket_id)
+                self.entries.leases[row] -= self.entries.leases[row] > 1
+        super()._finish(number, commit=commit)
 
 
 class TrustsAnyOwner(Cache):

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater import _kernels
-from headwater.bench.harness import GB, Contender, Effort, Experiment, Goal, Readings, Spec
+from headwater.bench.harness import GB, Contender, Effort, Experiment, Goal, Reading, Readings, Spec, Unmeasured
 from headwater.bench.peers import Peer, node_process
 from headwater.engines.paged_kv import CpuPagedKV
 from headwater.errors import ResourceError
@@ -266,30 +266,35 @@ def _measure(shape: Shape, effort: Effort, wanted: frozenset[str]) -> Readings:
         def operation(verb: Callable[[CpuPagedKV], object], threads: int) -> Callable[[], object]:
             return lambda: verb(copiers[threads])
 
-        contenders = [contender(YARDSTICK, plain.memcpy, plain.turn_bytes)]
+        memcpy = f"memcpy/{shape.name}/1-thread"
+        contenders = [contender(memcpy, plain.memcpy, plain.turn_bytes)]
         for threads, suffix in THREADS.items():
             for verb in (engine.save, engine.load):
                 name = f"{verb.__name__}/{shape.name}/{suffix}"
                 contenders.append(contender(name, operation(verb, threads), shape.prompt_bytes))
         contenders.append(contender(f"plain/{shape.name}/1-thread", plain.copyv, plain.turn_bytes))
-        chosen = [it for it in contenders if it.name in wanted or it.name == YARDSTICK]
-        series = effort.interleave(chosen)
-    return {name: it.rate(series[YARDSTICK], in_gb=True) for name, it in series.items() if name in wanted}
+        series = effort.interleave([it for it in contenders if it.name in wanted or it.name == memcpy])
+    readings: dict[str, Reading | Unmeasured] = {}
+    for name, it in series.items():
+        readings[name] = it.rate(None if name == memcpy else series[memcpy], in_gb=True)
+    return readings
 
 
 def experiment(shape: Shape, goals: dict[str, float]) -> Experiment:
     """The figures of a shape; `goals` says how many times the yardstick they have to reach."""
     prompt = f"{shape.prompt_bytes / 2**20:.0f} MiB a prompt"
 
-    def spec(name: str, about: str) -> Spec:
-        goal = Goal(at_least=True, factor=goals[name]) if name in goals else None
-        return Spec(f"{name.partition('/')[0]}/{shape.name}/{name.partition('/')[2]}", "GB/s", about, goal, YARDSTICK)
+    def spec(verb: str, threads: str, about: str) -> Spec:
+        goal = goals.get(f"{verb}/{threads}")
+        name = f"{verb}/{shape.name}/{threads}"
+        return Spec(name, "GB/s", about, Goal(at_least=True, factor=goal) if goal else None, YARDSTICK)
 
     specs = []
-    for suffix in THREADS.values():
-        specs.append(spec(f"save/{suffix}", f"paged blocks to the node's memory, {prompt}"))
-        specs.append(spec(f"load/{suffix}", f"the node's memory to scattered blocks, {prompt}"))
-    specs.append(spec("plain/1-thread", "our copy kernel on contiguous 2 MiB pieces: the ceiling of a save"))
+    for threads in THREADS.values():
+        specs.append(spec("save", threads, f"paged blocks to the node's memory, {prompt}"))
+        specs.append(spec("load", threads, f"the node's memory to scattered blocks, {prompt}"))
+    specs.append(spec("plain", "1-thread", "our copy kernel on contiguous 2 MiB pieces: the ceiling of a save"))
+    specs.append(Spec(f"memcpy/{shape.name}/1-thread", "GB/s", "the yardstick itself"))
     return Experiment(shape.about, tuple(specs), lambda effort, wanted: _measure(shape, effort, wanted))
 
 

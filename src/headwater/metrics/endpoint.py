@@ -47,7 +47,7 @@ class Endpoint:
         self._loop = asyncio.new_event_loop()
         self._ending = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="headwater-endpoint", daemon=True)
-        self._busy = 0
+        self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     @property
     def url(self) -> str:
@@ -72,29 +72,33 @@ class Endpoint:
         self._loop.run_until_complete(self._listen())
 
     async def _listen(self) -> None:
-        server = await asyncio.start_server(self._serve, sock=self._socket, limit=REQUEST_BYTES)
+        server = await asyncio.start_server(self._accept, sock=self._socket, limit=REQUEST_BYTES)
         await self._ending.wait()
         server.close()
-        running = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        # Ours are cancelled; asyncio's own, which are accepting a connection, end by themselves and may add one.
+        while running := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in running & self._serving.keys():
+                task.cancel()
+            await asyncio.wait(running)
         await asyncio.sleep(0)  # aborted transports close their sockets in the loop's next round
 
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._loop.create_task(self._serve(reader, writer))
+        self._serving[task] = writer
+        task.add_done_callback(lambda ended: self._serving.pop(ended).transport.abort())
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._busy += 1
         try:
             async with asyncio.timeout(2 * REQUEST_S):
                 writer.write(await self._reply(reader))
                 await writer.drain()
-        except (TimeoutError, ConnectionError, asyncio.CancelledError):  # too slow, gone, or we are closing
-            writer.transport.abort()
-        finally:
-            self._busy -= 1
-            writer.close()
+                writer.close()
+                await writer.wait_closed()
+        except OSError:  # the client is gone, or too slow
+            return
 
     async def _reply(self, reader: asyncio.StreamReader) -> bytes:
-        if self._busy > CONNECTIONS:
+        if len(self._serving) > CONNECTIONS:
             return _response(503, "too many connections\n")
         try:
             async with asyncio.timeout(REQUEST_S):

@@ -96,7 +96,7 @@ class Server:
 
     def serve_forever(self) -> None:
         """Serve until stopped; then close all and free the node's memory."""
-        clock = self.node.clock
+        clock, sessions = self.node.clock, self._sessions
         now = clock.now()
         next_tick_s = now + TICK_S
         drain_until_s = None
@@ -104,7 +104,11 @@ class Server:
             while True:
                 wait_s = 0.0 if self._backlog else max(next_tick_s - now, 0.0)
                 for descriptor, events in self._epoll.poll(0.02 if drain_until_s else wait_s):
-                    self._serve(descriptor, events)
+                    session = sessions.get(descriptor)
+                    if session is not None:
+                        self._serve_session(session, events)
+                    else:
+                        self._serve_other(descriptor)
                 if self._backlog:
                     for session in list(self._backlog):
                         self._serve_session(session, 0)
@@ -125,11 +129,8 @@ class Server:
 
     # ---- events ---------------------------------------------------------------------------------------
 
-    def _serve(self, descriptor: int, events: int) -> None:
-        session = self._sessions.get(descriptor)
-        if session is not None:
-            self._serve_session(session, events)
-        elif descriptor == self.listener.socket.fileno():
+    def _serve_other(self, descriptor: int) -> None:
+        if descriptor == self.listener.socket.fileno():
             self._accept()
         elif descriptor in self._lifelines:
             self._end_lifeline(descriptor)

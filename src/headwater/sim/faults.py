@@ -24,6 +24,8 @@ class Faults:
     """A `done` arrives twice."""
     cancels: float
     """A request is cancelled at some moment of its life."""
+    changes_of_mind: float
+    """A scheduler gives a reservation back instead of using it."""
     kills: float
     """An instance is killed: first its scheduler, its workers some time later. (At each request's start.)"""
     pauses: float
@@ -44,12 +46,13 @@ def draw_faults(rng: random.Random) -> Faults:
 
     return Faults(
         copy_fails=sometimes(0.1),
-        copy_is_slow=sometimes(0.08),
+        copy_is_slow=sometimes(0.12),
         message_is_late=sometimes(0.05),
         message_repeats=sometimes(0.2),
-        cancels=sometimes(0.35),
+        cancels=sometimes(0.4),
+        changes_of_mind=sometimes(0.1),
         kills=sometimes(0.1),
-        pauses=sometimes(0.15),
+        pauses=sometimes(0.25),
         strays=sometimes(0.4),
         clears=sometimes(0.04),
         tick_stalls=sometimes(0.2),

@@ -57,7 +57,7 @@ class Worker:
             self._copy(job, 0)
 
     def _copy(self, job: Job, at: int) -> None:
-        if job.stop or self._world.now >= job.deadline_s:
+        if job.stop or not self.is_in_time(job):
             job.failed.update(job.positions[at:])
             at = len(job.parts)
         if at == len(job.parts):
@@ -87,7 +87,7 @@ class Worker:
         self._copy(job, at + 1)
 
     def is_in_time(self, job: Job) -> bool:
-        """The reader's check after its copy."""
+        """Whether it is worth beginning, and, for a reader after its copy, whether the bytes count."""
         return self._world.now < job.deadline_s
 
     def _end(self, job: Job) -> None:
@@ -178,7 +178,9 @@ class Request:
             granted: Reservation = yield self._ask(
                 "reserve", lambda: self._instance.reserve(parent, keys, lacking)
             )
-            if granted.ticket:
+            if granted.ticket and self._world.changes_its_mind():
+                self._instance.release(granted.ticket)
+            elif granted.ticket:
                 self._jobs.extend(self._instance.write(granted, keys))
             start += len(keys)
 

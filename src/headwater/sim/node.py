@@ -64,6 +64,7 @@ class SimulatedNode:
     def done(self, owner: str, ticket: int, shard: int, failed: Collection[int]) -> bool:
         """See `Cache.done`."""
         answer = self.cache.done(owner, ticket, shard, failed, self.now)
+        self.oracle.judge_done(ticket, self.now)
         self._schedule.note(f"{owner} done #{ticket} shard {shard} failed {sorted(failed)} -> {answer}")
         return answer
 
@@ -84,11 +85,12 @@ class SimulatedNode:
 
     def _plan_tick(self) -> None:
         stalls = self._rng.random() < self._faults.tick_stalls
-        delay_s = self._rng.uniform(2.0, 8.0) if stalls else self._rng.uniform(0.05, 0.8)
+        delay_s = self._rng.uniform(2.0, 8.0) if stalls else self._rng.uniform(0.05, 1.0)
         self._schedule.after(delay_s, "", self._tick)
 
     def _tick(self) -> None:
         late = self.cache.expire(self.now)
+        self.oracle.judge_tick(self.now)
         if late:
             self._schedule.note(f"tick -> {late} tickets are late")
         # What is quarantined waits for its writers, not for the tick; without those, nothing will come any more.

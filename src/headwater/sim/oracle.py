@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from headwater.core.cache import Cache, Space
 from headwater.core.entries import State
 from headwater.sim.memory import Memory, Part, part_of
-from headwater.types import ABSENT, ChunkKey, HitRule, KVLayout, Loadable, Removed, Reservation, Stored
+from headwater.types import ABSENT, ChunkKey, HitRule, KVLayout, Loadable, Reservation, Stored
 
 
 class Violation(AssertionError):
@@ -41,6 +41,7 @@ class Oracle:
         # Who may still touch a page: its one writer, and its readers with their deadlines, by ticket.
         self._writing: dict[int, tuple[str, int]] = {}
         self._reading: dict[int, dict[int, tuple[str, float]]] = {}
+        self._deadlines: dict[int, float] = {}
         self._above: dict[ChunkKey, ChunkKey] = {}  # the chunk before a chunk, as prompts had it
         self.reads = 0
 
@@ -80,6 +81,7 @@ class Oracle:
         self, owner: str, space: int, keys: Sequence[ChunkKey], granted: Reservation, now: float
     ) -> None:
         """No slot is given away that somebody may still write to or rely on."""
+        self._deadlines[granted.ticket] = granted.deadline_s
         for group, places in enumerate(granted.addresses):
             _must(len(places) == granted.covered, f"{len(places)} places for {granted.covered} covered chunks")
             for at, place in enumerate(places):
@@ -87,6 +89,16 @@ class Oracle:
                     continue
                 for part in self._parts(space, group, keys[at], place):
                     self._claim(part, owner, granted.ticket, now)
+
+    def judge_done(self, ticket: int, now: float) -> None:
+        """A save that comes after its deadline stores nothing."""
+        stored = self._hear()
+        _must(not stored or now <= self._deadlines[ticket], f"ticket {ticket} stored {stored} after its deadline")
+
+    def judge_tick(self, now: float) -> None:
+        """No ticket outlives its deadline, but for the quarantine of what may still be written."""
+        late = [number for number, it in self._cache.tickets.items() if now > it.deadline_s and not it.quarantined]
+        _must(not late, f"tickets {late} are past their deadlines")
 
     def judge_foreign(self, answer: bool) -> None:
         """A message for a ticket that is not the sender's does nothing."""
@@ -118,17 +130,7 @@ class Oracle:
         """The cache's own invariants, its announcements, its sums, and the bytes of all that is readable."""
         cache = self._cache
         cache.check()
-        for change in cache.take_changes():
-            held = self._announced[change.namespace][change.group]
-            keys = set(change.keys)
-            size = change.size_bytes if isinstance(change, Stored) else -change.size_bytes
-            self._held_bytes[change.namespace] += size
-            if isinstance(change, Removed):
-                _must(keys <= held, "the removal of something was announced that never was")
-                held -= keys
-            else:
-                _must(not keys & held, "something was announced twice")
-                held |= keys
+        self._hear()
         for number, space in enumerate(cache.spaces):
             self._check_prefixes(space)
             for group, index in enumerate(space.index):
@@ -161,6 +163,22 @@ class Oracle:
                 _must(key in main, f"{key.hex()[:6]} has a companion and is not there itself")
                 before = self._above.get(key)
                 _must(before is None or before in main, f"{key.hex()[:6]} is there without the chunk before it")
+
+    def _hear(self) -> int:
+        """Take the announcements in; how many replicas were stored."""
+        stored = 0
+        for change in self._cache.take_changes():
+            held, keys = self._announced[change.namespace][change.group], set(change.keys)
+            if isinstance(change, Stored):
+                _must(not keys & held, "something was announced twice")
+                held |= keys
+                self._held_bytes[change.namespace] += change.size_bytes
+                stored += len(keys)
+            else:
+                _must(keys <= held, "the removal of something was announced that never was")
+                held -= keys
+                self._held_bytes[change.namespace] -= change.size_bytes
+        return stored
 
     # ---- inside ---------------------------------------------------------------------------------------
 

@@ -69,9 +69,9 @@ def draw_plan(rng: random.Random) -> Plan:
         models=tuple(models),
         instances=tuple(instances),
         slab_pages=rng.choice((4, 8)),
-        slabs=rng.randrange(2, 6),
-        requests=rng.randrange(6, 15),
-        rush_s=rng.choice((0.1, 0.4, 0.9)),
+        slabs=rng.randrange(2, 7),
+        requests=rng.randrange(8, 22),
+        rush_s=rng.choice((0.2, 0.6, 1.2)),
         policy=rng.choice(("lru", "s3fifo")),
     )
 
@@ -82,7 +82,7 @@ class Conversations:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._words = 100
-        self._stems = [self._fresh(rng.randrange(3, 14)) for _ in range(3)]
+        self._stems = [self._fresh(rng.randrange(5, 17)) for _ in range(2)]
         self._open: list[list[int]] = []
 
     def _fresh(self, count: int) -> list[int]:
@@ -92,11 +92,14 @@ class Conversations:
     def prompt(self) -> list[int]:
         """The tokens of the next prompt."""
         rng = self._rng
-        if self._open and rng.random() < 0.5:
-            before = rng.choice(self._open)
-            return before + self._fresh(rng.randrange(1, 7))
-        stem = [] if rng.random() < 0.15 else rng.choice(self._stems)
-        return stem[: rng.randrange(1, len(stem) + 1) if stem else 0] + self._fresh(rng.randrange(1, 9))
+        kind = rng.random()
+        if self._open and kind < 0.35:
+            return rng.choice(self._open) + self._fresh(rng.randrange(1, 7))
+        if kind < 0.8:
+            stem = rng.choice(self._stems)
+            shared = len(stem) if rng.random() < 0.7 else rng.randrange(1, len(stem))
+            return stem[:shared] + self._fresh(rng.randrange(1, 6))
+        return self._fresh(rng.randrange(4, 25))
 
     def answer(self) -> list[int]:
         """The tokens that a model generates."""

@@ -23,7 +23,8 @@ from headwater.types import KEY_BYTES, PAGE_BYTES, ChunkKey
 
 __all__ = ["Outcome", "SimulationError", "VirtualClock", "World", "simulate"]
 
-LOAD_S, SAVE_S = 2.0, 5.0
+# Short against what slow copies and pauses take, so that deadlines matter.
+LOAD_S, SAVE_S = 1.0, 2.0
 EVENTS_MAX = 20_000
 
 MakeCache = Callable[[Pool, EvictionPolicy, float, float], Cache]
@@ -103,6 +104,10 @@ class World:
         """Whether the copy of one part fails."""
         return self.rng.random() < self.faults.copy_fails
 
+    def changes_its_mind(self) -> bool:
+        """Whether a scheduler gives a reservation back."""
+        return self.rng.random() < self.faults.changes_of_mind
+
     def sleep(self, process: Process) -> Wait:
         """Wait for as long as a step of computing takes."""
         return lambda resume: self.schedule.after(
@@ -126,14 +131,15 @@ class World:
 
     def worker_is_done(self, owner: str, ticket: int, rank: int, failed: Collection[int]) -> None:
         """A worker's last word about a ticket, perhaps twice."""
-        repeats = 2 if self.rng.random() < self.faults.message_repeats else 1
-        for _ in range(repeats):
-            self.tell(owner, "", lambda: self._worker_was_done(owner, ticket, rank, failed))
 
-    def _worker_was_done(self, owner: str, ticket: int, rank: int, failed: Collection[int]) -> None:
-        self.node.done(owner, ticket, rank, failed)
-        if ticket not in self.cache.tickets:
-            self.oracle.stopped(ticket)
+        def arrive() -> None:
+            self.node.done(owner, ticket, rank, failed)
+            if ticket not in self.cache.tickets:
+                self.oracle.stopped(ticket)
+
+        self.tell(owner, "", arrive)
+        if self.rng.random() < self.faults.message_repeats:
+            self.schedule.after(self.rng.uniform(0.0, 2.0), "", lambda: self.tell(owner, "", arrive))
 
     # ---- the story ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from headwater.config import EngineConfig, NodeConfig, engine_config, runtime_dir
-from headwater.engines.paged_kv import CpuPagedKV
+from headwater.engines.cuda_kv import open_paged_kv
 from headwater.engines.vllm import identity
 from headwater.engines.vllm.metadata import NodeInfo, RankLayout, StepMetadata
 from headwater.engines.vllm.scheduler import SchedulerSide
@@ -151,7 +151,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The engine's pages: measure them and make their copies possible; raises RefusedError."""
         groups = [{name: kv_caches[name] for name in group.layer_names} for group in self._kv_cache.kv_cache_groups]
-        pages = CpuPagedKV(groups, self._kv_cache.num_blocks, threads=self._config.copy_threads)
+        pages = open_paged_kv(groups, self._kv_cache.num_blocks, threads=self._config.copy_threads)
         first = next(iter(kv_caches.values()))
         mine = RankLayout(
             layers=tuple(len(group.layers) for group in pages.groups),

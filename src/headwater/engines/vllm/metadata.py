@@ -39,9 +39,10 @@ class Part:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """Copy blocks into reserved slots, then say done."""
+    """Copy blocks into reserved slots, then say done. `epoch` is the life of the node that reserved them."""
 
     ticket: int
+    epoch: int
     parts: tuple[Part, ...]
     deadline_s: float
 
@@ -50,15 +51,22 @@ class SaveJob:
 class LoadJob:
     """Copy leased slots into a request's blocks; `missing` are blocks that no slot was found for.
 
-    A job without a ticket moves nothing: it only reports its missing blocks.
+    A job without a ticket moves nothing: it only reports its missing blocks. `epoch` is the life of the node that
+    leased the slots.
     """
 
     request: str
     ticket: int
+    epoch: int
     parts: tuple[Part, ...]
     missing: tuple[int, ...]
     deadline_s: float
     give_up_s: float
+
+    @property
+    def blocks(self) -> set[int]:
+        """The blocks that this job is to fill."""
+        return {*self.missing, *(block for part in self.parts for block in part.blocks if block != NULL_BLOCK)}
 
 
 @dataclass

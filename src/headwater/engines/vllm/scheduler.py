@@ -11,7 +11,8 @@ Theory of operation, one request (all calls come from vLLM's scheduler, in this 
 A save's source blocks are pinned in vLLM's block pool (a reference, as prefix caching takes it) until every rank has
 ended, so finish, abort and preemption need no special case: nobody can write to a pinned block. A load is vLLM's
 own asynchronous load: its blocks belong to the request until the ranks report it, cancelled or not. The node ends
-the tickets itself when the ranks say done; what never reaches the ranks is released here.
+the tickets itself when the ranks say done, which they do only for what went well; the others are released here, once
+all ranks have ended, and so is what never reaches the ranks.
 
 Without a node every answer is "nothing held", at once.
 """
@@ -51,7 +52,6 @@ class Tracked:
     matched: int = 0
     counted: bool = False
     load_failed: bool = False
-    loading: bool = False
     table: list[list[int]] = field(default_factory=list)
 
 
@@ -88,6 +88,9 @@ class SchedulerSide:
         self._loads: list[LoadJob] = []
         self._saves: list[SaveJob] = []
         self._pinned: dict[int, Pinned] = {}
+        self._loading: dict[str, LoadJob] = {}
+        self._failed: set[str] = set()
+        self._owed: list[int] = []
         self._roots: dict[tuple[str, str], bytes] = {}
         self._pool: Any = None
         self.skipped_saves = self.short_loads = 0
@@ -139,26 +142,19 @@ class SchedulerSide:
         end = it.local_tokens + external_tokens
         first = it.local_tokens // self._layout.chunk_tokens
         chunks = -(-end // self._layout.chunk_tokens)
-        held = self._lease(it.chain.keys[:chunks], first)
+        held, epoch = self._lease(it.chain.keys[:chunks], first)
         parts, missing = self._load_parts(it, held, first, end)
         if missing:
             self.short_loads += 1
-        now = time.monotonic()
-        it.loading = True
-        self._loads.append(
-            LoadJob(
-                request.request_id,
-                held.ticket,
-                parts,
-                missing,
-                held.deadline_s,
-                now + self._config.load_s,
-            )
-        )
+        give_up_s = time.monotonic() + self._config.load_s
+        job = LoadJob(request.request_id, held.ticket, epoch, parts, missing, held.deadline_s, give_up_s)
+        self._loading[request.request_id] = job
+        self._loads.append(job)
 
     def load_failed(self, request_ids: Iterable[str]) -> None:
         """These requests' loads brought nothing or not all: compute, and do not ask again."""
         for request_id in request_ids:
+            self._failed.add(request_id)
             it = self._tracked.get(request_id)
             if it is not None:
                 it.load_failed = True
@@ -168,22 +164,26 @@ class SchedulerSide:
         """Blocks that some load did not fill: the same for the requests that are being loaded into them."""
         invalid = set(blocks)
         if invalid:
-            self.load_failed(
-                request_id
-                for request_id, it in self._tracked.items()
-                if any(not invalid.isdisjoint(group) for group in it.table)
-            )
+            self.load_failed([name for name, job in self._loading.items() if not invalid.isdisjoint(job.blocks)])
 
-    def _lease(self, keys: Sequence[ChunkKey], first: int) -> Loadable:
-        nothing = Loadable(0, 0, tuple(() for _ in self._layout.groups), 0.0)
+    def received(self, request_ids: Iterable[str]) -> None:
+        """These requests' loads have ended on all ranks."""
+        for request_id in request_ids:
+            job = self._loading.pop(request_id, None)
+            if request_id in self._failed:
+                self._failed.discard(request_id)
+                if job is not None and job.ticket:
+                    self._release([job.ticket])
+
+    def _lease(self, keys: Sequence[ChunkKey], first: int) -> tuple[Loadable, int]:
+        """A lease and the node's epoch."""
         session = self._node.session
-        if session is None:
-            return nothing
-        try:
-            return session.load(keys, first, range(self._ranks.world))
-        except (UnavailableError, ProtocolError, RefusedError) as error:
-            self._lost(session, error)
-            return nothing
+        if session is not None:
+            try:
+                return session.load(keys, first, range(self._ranks.world)), session.link.node[1]
+            except (UnavailableError, ProtocolError, RefusedError) as error:
+                self._lost(session, error)
+        return Loadable(0, 0, tuple(() for _ in self._layout.groups), 0.0), 0
 
     def _load_parts(
         self, it: Tracked, held: Loadable, first: int, end: int
@@ -211,6 +211,7 @@ class SchedulerSide:
     def step(self, output: Any) -> StepMetadata:
         """The jobs of one step, from vLLM's SchedulerOutput."""
         self._update_tables(output)
+        self._release([])
         if self._config.save:
             drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
             for request_id, before in _scheduled(output):
@@ -234,8 +235,7 @@ class SchedulerSide:
         if it is None:
             return
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
-        cancelled = [job for job in self._loads if job.request == request.request_id]
-        if self._config.save and not it.loading and not cancelled and computed > 0:
+        if self._config.save and request.request_id not in self._loading and computed > 0:
             it.table = [list(group) for group in blocks]
             self._save_complete(it, computed)
 
@@ -250,20 +250,15 @@ class SchedulerSide:
             if it.ended >= self._ranks.world:
                 self._unpin(ticket)
 
-    def received(self, request_ids: Iterable[str]) -> None:
-        """These requests' loads have ended on all ranks."""
-        for request_id in request_ids:
-            it = self._tracked.get(request_id)
-            if it is not None:
-                it.loading = False
-
     @property
     def saving(self) -> bool:
         """Whether saves are under way whose end the engine must stay awake for."""
         return bool(self._pinned or self._saves)
 
     def clear(self) -> bool:
-        """Delete what the node holds of this namespace; False if it could not be asked."""
+        """Delete what the node holds of this namespace; False if it could not be asked, or if loads and saves of
+        this engine are under way, whose chunks stay: then ask again.
+        """
         session = self._node.session
         if session is None:
             return False
@@ -274,12 +269,12 @@ class SchedulerSide:
             return False
         for it in self._tracked.values():
             it.held = 0
-        return True
+        return not self.saving and not self._loading
 
     def close(self) -> None:
         """Release what the ranks never saw and forget everything."""
         session = self._node.session
-        tickets = [it.ticket for it in self._saves] + [it.ticket for it in self._loads if it.ticket]
+        tickets = [*self._owed, *(it.ticket for it in self._saves), *(it.ticket for it in self._loads if it.ticket)]
         if session is not None and tickets:
             try:
                 session.release(tickets)
@@ -288,6 +283,7 @@ class SchedulerSide:
         for ticket in list(self._pinned):
             self._free_blocks(self._pinned.pop(ticket).blocks)
         self._tracked.clear()
+        self._loading.clear()
         self._node.close()
 
     def _save_complete(self, it: Tracked, computed: int) -> None:
@@ -325,7 +321,7 @@ class SchedulerSide:
             blocks = [block for part in parts for block in part.blocks if block != NULL_BLOCK]
             self._pool.touch([self._pool.blocks[block] for block in blocks])
             self._pinned[got.ticket] = Pinned(blocks)
-            self._saves.append(SaveJob(got.ticket, parts, got.deadline_s))
+            self._saves.append(SaveJob(got.ticket, session.link.node[1], parts, got.deadline_s))
         return got.covered > 0
 
     def _lacking(self, it: Tracked, first: int, end: int) -> list[tuple[int, int]]:
@@ -357,13 +353,22 @@ class SchedulerSide:
         it = self._pinned.pop(ticket)
         self._free_blocks(it.blocks)
         if it.failed:
-            # A rank could not tell the node; all ranks have stopped writing, so the slots can be given up.
-            session = self._node.session
-            if session is not None:
-                try:
-                    session.release([ticket])
-                except (UnavailableError, ProtocolError, RefusedError) as error:
-                    self._lost(session, error)
+            self._release([ticket])
+
+    def _release(self, tickets: Sequence[int]) -> None:
+        """Give up tickets that all ranks have ended and not all have said done for; what fails is tried again."""
+        self._owed.extend(tickets)
+        session = self._node.session
+        if session is None or not self._owed:
+            return
+        # A node's tickets are numbered from its epoch on: those of an earlier life have gone with it.
+        self._owed = [ticket for ticket in self._owed if ticket > session.link.node[1]]
+        try:
+            if self._owed:
+                session.release(self._owed)
+            self._owed = []
+        except (UnavailableError, ProtocolError, RefusedError) as error:
+            self._lost(session, error)
 
     def _free_blocks(self, blocks: Sequence[int]) -> None:
         if self._pool is not None:

@@ -5,9 +5,13 @@ blocks belong to the load until it is reported), saves after it (their blocks ar
 thread takes loads first. For each job it makes sure that it is connected to the very node life that the job names,
 copies, and says done; what it could not do is reported, never swallowed:
 
-    load ok      the copy ended before the lease's deadline       -> received
-    load failed  no node, other epoch, late, copy error           -> received, and its blocks are invalid
-    save         done to the node (failed or not), then `ended` to the scheduler, which unpins the blocks
+    load ok      copied before the lease's deadline, and the node still knew the lease  -> received
+    load failed  no node, other epoch, late, copy error     -> received, and its blocks are invalid
+    save ok      copied, done                               -> ended, and the scheduler side unpins the blocks
+    save failed  the same reasons                           -> ended and failed
+
+A rank says done only for what went well; the ticket of anything else is released by the scheduler side when all ranks
+have ended. Should a bug end the thread, all jobs fail from there on, and the engine computes what it cannot load.
 """
 
 from __future__ import annotations
@@ -46,6 +50,15 @@ class Outcome:
     invalid: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A job, the node that it belongs to, and the engine's mark after which its blocks may be touched."""
+
+    job: LoadJob | SaveJob
+    node: NodeInfo | None
+    mark: object
+
+
 class WorkerSide:
     """One rank's copies. `before_forward`, `after_forward` and `collect` are called by the engine's thread."""
 
@@ -56,8 +69,8 @@ class WorkerSide:
         self._writes = ranks.writes(tp_rank)
         self._pages: PagedKV | None = None
         self._mine: RankLayout | None = None
-        self._loads: deque[tuple[LoadJob, NodeInfo | None]] = deque()
-        self._saves: deque[tuple[SaveJob, NodeInfo | None]] = deque()
+        self._loads: deque[Queued] = deque()
+        self._saves: deque[Queued] = deque()
         self._loading: set[str] = set()
         self._changed = threading.Condition()
         self._outcome = Outcome()
@@ -66,7 +79,7 @@ class WorkerSide:
         self._prefault_stop = threading.Event()
         self._prefault: threading.Thread | None = None
         self._retry_at_s = 0.0
-        self._closing = False
+        self._closing = self._stopped = False
         self.sums = CopySums()
         self._thread = threading.Thread(target=self._run, name="headwater-copies", daemon=True)
 
@@ -84,17 +97,23 @@ class WorkerSide:
 
     def before_forward(self, loads: Iterable[LoadJob], node: NodeInfo | None) -> None:
         """Queue this step's loads."""
+        queued = list(loads)
+        mark = self._pages_in_use.mark() if queued else None
         with self._changed:
-            for job in loads:
-                self._loads.append((job, node))
+            for job in queued:
+                self._loads.append(Queued(job, node, mark))
                 self._loading.add(job.request)
             self._changed.notify_all()
+            self._fail_if_stopped()
 
     def after_forward(self, saves: Iterable[SaveJob], node: NodeInfo | None) -> None:
         """The step's KV is final: queue its saves."""
+        queued = list(saves)
+        mark = self._pages_in_use.mark() if queued else None
         with self._changed:
-            self._saves.extend((job, node) for job in saves)
+            self._saves.extend(Queued(job, node, mark) for job in queued)
             self._changed.notify_all()
+            self._fail_if_stopped()
 
     def collect(self, *, idle: bool) -> Outcome:
         """What ended since the last call; in an idle step, wait a moment for a load rather than spin."""
@@ -118,20 +137,35 @@ class WorkerSide:
         if self._thread.is_alive():
             self._thread.join()
         self._disconnect()
+        if self._pages is not None:
+            self._pages.close()
 
     # ---- the copy thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
+        queued: Queued | None = None
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing or self._loads or self._saves)
+                    if self._closing:
+                        return
+                    queued = self._loads.popleft() if self._loads else self._saves.popleft()
+                self._report(queued.job, ok=self._serve(queued))
+                queued = None
+        finally:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._loads or self._saves)
-                if self._closing:
-                    return
-                job, node = self._loads.popleft() if self._loads else self._saves.popleft()
-            if isinstance(job, LoadJob):
-                self._report_load(job, ok=job.ticket != 0 and self._attempt(partial(self._load, job, node)))
-            else:
-                self._report_save(job, ok=self._attempt(partial(self._save, job, node)))
+                self._stopped = True
+                if queued is not None:
+                    log.critical("a bug has ended the copy thread; this engine goes on without headwater")
+                    self._report(queued.job, ok=False)
+                self._fail_if_stopped()
+
+    def _serve(self, queued: Queued) -> bool:
+        job = queued.job
+        if isinstance(job, SaveJob):
+            return self._attempt(partial(self._save, job, queued))
+        return job.ticket != 0 and self._attempt(partial(self._load, job, queued))
 
     def _attempt(self, copy: Callable[[], bool]) -> bool:
         """The door where operating failures become an outcome."""
@@ -139,54 +173,53 @@ class WorkerSide:
             return copy()
         except RefusedError as error:
             log.error("the node refuses this rank: %s", error)
-        except (HeadwaterError, OSError, RuntimeError) as error:  # RuntimeError is what torch raises
+        except RuntimeError as error:  # what torch raises
+            log.warning("a copy failed: %s", error)
+        except (HeadwaterError, OSError) as error:
             log.warning("a copy failed: %s", error)
             self._disconnect()
         return False
 
-    def _load(self, job: LoadJob, node: NodeInfo | None) -> bool:
+    def _load(self, job: LoadJob, queued: Queued) -> bool:
         if time.monotonic() > min(job.deadline_s, job.give_up_s):
             return False
-        session = self._connected(node)
+        session = self._connected(queued.node, job.epoch)
         started_s = time.monotonic()
-        moved = self._copy(session, job.parts, self._pages_in_use.scatter)
+        moved = self._copy(session, job.parts, self._pages_in_use.scatter, queued.mark)
+        # The bytes are good only if the lease still held when the copy had ended: by the clock, and by the node.
         ended_s = time.monotonic()
-        # The bytes are good only if the lease still held when the copy had ended.
-        good = ended_s <= job.deadline_s
-        session.done(job.ticket, self._rank)
-        if good:
-            self.sums.loaded(moved, ended_s - started_s)
-        return good
+        if ended_s > job.deadline_s or not session.done(job.ticket, self._rank):
+            return False
+        self.sums.loaded(moved, ended_s - started_s)
+        return True
 
-    def _save(self, job: SaveJob, node: NodeInfo | None) -> bool:
+    def _save(self, job: SaveJob, queued: Queued) -> bool:
         if not self._writes:
             return True
-        session = self._connected(node)
-        late = time.monotonic() > job.deadline_s
-        everything = range(max((len(part.slots) for part in job.parts), default=0))
-        if late:
-            session.done(job.ticket, self._shard, everything)
-            return True
+        if time.monotonic() > job.deadline_s:
+            return False
+        session = self._connected(queued.node, job.epoch)
         started_s = time.monotonic()
-        try:
-            moved = self._copy(session, job.parts, self._pages_in_use.gather)
-        except RuntimeError:
-            session.done(job.ticket, self._shard, everything)
-            raise
+        moved = self._copy(session, job.parts, self._pages_in_use.gather, queued.mark)
         spent_s = time.monotonic() - started_s
-        session.done(job.ticket, self._shard)
+        if not session.done(job.ticket, self._shard):
+            return False
         self.sums.saved(moved, spent_s)
         return True
 
     def _copy(
-        self, session: Session, parts: Sequence[Part], move: Callable[[int, BlockIds, Addresses, int], None]
+        self,
+        session: Session,
+        parts: Sequence[Part],
+        move: Callable[[int, BlockIds, Addresses, int, object], None],
+        mark: object,
     ) -> int:
         """Move every block of a job; the number of bytes."""
         moved = 0
         for part in parts:
             blocks, places = self._places(session, part)
             if len(blocks):
-                move(part.group, blocks, places, session.layout.layer_stride_bytes(part.group))
+                move(part.group, blocks, places, session.layout.layer_stride_bytes(part.group), mark)
                 group = session.layout.groups[part.group]
                 moved += len(blocks) * group.block_bytes * group.shard_layers[self._shard]
         return moved
@@ -212,17 +245,25 @@ class WorkerSide:
 
     # ---- the node -------------------------------------------------------------------------------------
 
-    def _connected(self, node: NodeInfo | None) -> Session:
-        """A session with that very life of the node; raises UnavailableError."""
-        if node is None:
-            raise UnavailableError("the scheduler side had no node when it made this job")
+    def _connected(self, node: NodeInfo | None, epoch: int) -> Session:
+        """A session with the life of the node that a job was made for; raises UnavailableError."""
+        if node is None or node.epoch != epoch:
+            raise UnavailableError("the node that this job was made for is gone")
         if self._session is not None:
             if self._session.link.node == (node.name, node.epoch):
                 return self._session
             self._disconnect()
         if time.monotonic() < self._retry_at_s:
             raise UnavailableError("the node could not be reached a moment ago")
-        self._retry_at_s = time.monotonic() + RETRY_S
+        try:
+            self._session = self._connect(node)
+        finally:
+            # From the end of the attempt on: one that has waited in vain must not be followed by the next at once.
+            self._retry_at_s = 0.0 if self._session is not None else time.monotonic() + RETRY_S
+        self._attach(self._session.link)
+        return self._session
+
+    def _connect(self, node: NodeInfo) -> Session:
         link = Link(
             node.address,
             node.instance,
@@ -230,21 +271,25 @@ class WorkerSide:
             connect_s=self._config.connect_s,
             call_s=self._config.metadata_s,
         )
-        if link.node != (node.name, node.epoch):
+        try:
+            if link.node != (node.name, node.epoch):
+                raise UnavailableError("the node was restarted after this job was made")
+            self._check_layout(node.layout)
+            return Session(link, node.namespace, node.layout)
+        except HeadwaterError:
             link.close()
-            raise UnavailableError("the node was restarted after this job was made")
-        self._check_layout(node.layout)
-        self._session = Session(link, node.namespace, node.layout)
-        self._retry_at_s = 0.0
+            raise
+
+    def _attach(self, link: Link) -> None:
         memory = link.memory
-        if memory is not None:
-            # The first touch of a mapped page costs as much as copying it; let a thread go ahead of the copies.
-            self._prefault_stop.clear()
-            self._prefault = threading.Thread(
-                target=memory.prefault, args=(self._prefault_stop,), name="headwater-map", daemon=True
-            )
-            self._prefault.start()
-        return self._session
+        assert memory is not None, "a rank's link maps memory"
+        # The first touch of a mapped page costs as much as copying it; let a thread go ahead of the copies.
+        self._prefault_stop.clear()
+        self._prefault = threading.Thread(
+            target=memory.prefault, args=(self._prefault_stop,), name="headwater-map", daemon=True
+        )
+        self._prefault.start()
+        self._pages_in_use.attach(memory.bases, memory.sizes)
 
     def _disconnect(self) -> None:
         if self._prefault is not None:
@@ -252,6 +297,7 @@ class WorkerSide:
             self._prefault.join()
             self._prefault = None
         if self._session is not None:
+            self._pages_in_use.detach()
             self._session.close()
             self._session = None
 
@@ -269,23 +315,30 @@ class WorkerSide:
 
     # ---- outcomes -------------------------------------------------------------------------------------
 
-    def _report_load(self, job: LoadJob, *, ok: bool) -> None:
-        invalid = set(job.missing)
-        if not ok:
-            invalid.update(block for part in job.parts for block in part.blocks if block != NULL_BLOCK)
+    def _report(self, job: LoadJob | SaveJob, *, ok: bool) -> None:
         with self._changed:
-            self._outcome.received.add(job.request)
-            if invalid:
-                self._outcome.failed.add(job.request)
-                self._outcome.invalid |= invalid
-                self.sums.failed_loads += 1
-            self._loading.discard(job.request)
+            if isinstance(job, SaveJob):
+                self._report_save(job, ok=ok)
+            else:
+                self._report_load(job, ok=ok)
             self._changed.notify_all()
 
+    def _report_load(self, job: LoadJob, *, ok: bool) -> None:
+        invalid = set(job.missing) if ok else job.blocks
+        self._outcome.received.add(job.request)
+        self._loading.discard(job.request)
+        if invalid:
+            self._outcome.failed.add(job.request)
+            self._outcome.invalid |= invalid
+            self.sums.failed_loads += 1
+
     def _report_save(self, job: SaveJob, *, ok: bool) -> None:
-        with self._changed:
-            self._ended.ended[job.ticket] = self._ended.ended.get(job.ticket, 0) + 1
-            if not ok:
-                self._ended.failed.add(job.ticket)
-                self.sums.failed_saves += 1
-            self._changed.notify_all()
+        self._ended.ended[job.ticket] = self._ended.ended.get(job.ticket, 0) + 1
+        if not ok:
+            self._ended.failed.add(job.ticket)
+            self.sums.failed_saves += 1
+
+    def _fail_if_stopped(self) -> None:
+        """Nobody serves the jobs that wait any more, and nobody writes: they have failed."""
+        while self._stopped and (self._loads or self._saves):
+            self._report((self._loads or self._saves).popleft().job, ok=False)
