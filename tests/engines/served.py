@@ -142,7 +142,10 @@ def copier(engine: Engine, rank: int = 0) -> Any:
 def leftovers(engine: Engine) -> dict[str, Any]:
     """What an idle engine's plug-in still remembers, and should not."""
     scheduling = decider(engine)
-    found = {name: getattr(scheduling, name) for name in ("_tracked", "_loads", "_saves", "_pinned", "_loading", "_failed", "_owed")}
+    found = {
+        name: getattr(scheduling, name)
+        for name in ("_tracked", "_loads", "_saves", "_pinned", "_loading", "_failed", "_owed")
+    }
     for rank in range(len(engine.workers)):
         copying = copier(engine, rank)
         found |= {f"rank {rank}: {name}": getattr(copying, name) for name in ("_loads", "_saves", "_loading")}
@@ -182,11 +185,11 @@ class Faults:
     def __init__(self, seed: int, share: float) -> None:
         self.random, self.share, self.failed = random.Random(seed), share, 0
 
-    def __call__(self, copy: Callable[..., None], group: int, blocks: Any, places: Any, stride: int) -> None:
+    def __call__(self, copy: Callable[..., None], group: int, blocks: Any, places: Any, *rest: Any) -> None:
         if self.random.random() >= self.share:
-            copy(group, blocks, places, stride)
+            copy(group, blocks, places, *rest)
             return
         self.failed += 1
         some = self.random.randrange(len(blocks) + 1) if self.random.random() < 0.5 else 0
-        copy(group, blocks[:some], places[:some], stride)
+        copy(group, blocks[:some], places[:some], *rest)
         raise RuntimeError("injected")

@@ -30,7 +30,10 @@ from tests.engines.vllm_names import (
 
 @dataclass(frozen=True)
 class Shape:
-    """The fake model and the engine's limits. `window_tokens` > 0 adds a second KV group of sliding-window layers."""
+    """The fake model and the engine's limits. `window_tokens` > 0 adds a second KV group of sliding-window layers.
+
+    `dtype` is an element of 4 bytes, `order` vLLM's name for the physical order of a block.
+    """
 
     blocks: int = 64
     block_tokens: int = 16
@@ -46,6 +49,8 @@ class Shape:
     max_requests: int = 8
     max_tokens: int = 512
     long_prefill_tokens: int = 0
+    dtype: str = "float32"
+    order: str = "LBHNC"
 
 
 DENSE = Shape()
@@ -89,7 +94,7 @@ def make_config(
     shape: Shape, connector: str | None, extra: dict[str, Any], policy: str, asynchronous: bool
 ) -> VllmConfig:
     cache = CacheConfig(block_size=shape.block_tokens, enable_prefix_caching=True, num_gpu_blocks_override=shape.blocks)
-    cache.kv_cache_layout = "LBHNC"
+    cache.kv_cache_layout = shape.order
     scheduling = SchedulerConfig(
         max_num_seqs=shape.max_requests,
         max_num_batched_tokens=shape.max_batch_tokens,
@@ -125,7 +130,7 @@ def make_config(
 
 def layers_of(shape: Shape) -> list[dict[str, Any]]:
     """Each rank's attention layers and their KV."""
-    common = {"block_size": shape.block_tokens, "head_size": shape.head_size, "dtype": torch.float32}
+    common = {"block_size": shape.block_tokens, "head_size": shape.head_size, "dtype": getattr(torch, shape.dtype)}
     if shape.replicated:
         full = MLAAttentionSpec(num_kv_heads=1, **common)
     else:

@@ -35,21 +35,6 @@ class NoLease(Cache):
         return found
 
 
-class LeasesOnlyTheLast(Cache):
-    """Only the last chunk of a hit is leased, as if that kept the prefix."""
-
-    def load(
-        self, owner: str, space: int, keys: Sequence[ChunkKey], first: int, shards: Collection[int], now: float
-    ) -> Loadable:
-        found = super().load(owner, space, keys, first, shards, now)
-        if found.ticket:
-            rows = self.tickets[found.ticket].rows
-            for row in rows[:-1]:
-                self.entries.leases[row] -= 1
-            del rows[:-1]
-        return found
-
-
 class ShortLease(Cache):
     """Leases end before the deadline that the reader was told."""
 
@@ -424,7 +409,6 @@ class Mutant:
 
 CACHES: list[type[Cache]] = [
     NoLease,
-    LeasesOnlyTheLast,
     ShortLease,
     CommitsFailedChunks,
     AnnouncesAtReserve,

@@ -18,6 +18,7 @@ from headwater.errors import ConfigError
 from headwater.values import nearest, whole_number
 
 ROUNDS, QUICK_ROUNDS = 25, 3
+WIDE = 180
 EXAMPLES = """\
 examples:
   headwater bench                            all figures of the node
@@ -46,7 +47,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and report. The exit code says that the figures were taken, not that their targets were met."""
-    console = Console(soft_wrap=True)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDE)
     if arguments.list:
         console.print(list_table(list(SUITES.values())))
         return 0

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from headwater.bench.harness import Result, Spec, Suite
 from headwater.bench.machine import Machine
@@ -47,7 +47,7 @@ class Report:
         for row in _machine_rows(self.machine):
             about.add_row(*row)
         console.print(about)
-        figures = Table(*COLUMNS)
+        figures = Table(*(Column(name, no_wrap=name != "what") for name in COLUMNS))
         for it in self.results:
             style = None if it.figure.met is None else "green" if it.figure.met else "red"
             figures.add_row(*_cells(it), style=style)
@@ -105,7 +105,7 @@ def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 
 def list_table(suites: Sequence[Suite]) -> Table:
     """What can be measured, for `--list`."""
-    table = Table("suite", "figure", "unit", "target", "what")
+    table = Table(*(Column(name, no_wrap=name != "what") for name in ("suite", "figure", "unit", "target", "what")))
     for suite in suites:
         for spec in suite.specs:
             target = spec.goal.text(spec.unit) if spec.goal else "-"

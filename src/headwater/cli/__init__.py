@@ -44,9 +44,8 @@ COMMANDS = {
     "status": Command("headwater.cli.status", "what a node holds, who uses it, and how often it helps"),
     "doctor": Command("headwater.cli.doctor", "check this host, and say what is missing and what to do"),
     "bench": Command("headwater.bench.command", "measure this machine, each figure beside its yardstick"),
-    "demo": Command("headwater.demo.command", "two real vLLM instances share one cache, step by step"),
-    "config": Command("headwater.cli.config", "the settings in effect and where each one comes from"),
     "demo": Command("headwater.demo.command", "two real vLLM instances share one KV cache through a node"),
+    "config": Command("headwater.cli.config", "the settings in effect and where each one comes from"),
     "version": Command("headwater.cli.version", "versions of headwater, its protocol and Python"),
 }
 

@@ -32,16 +32,16 @@ import numpy as np
 import torch
 
 from headwater.engines.cuda_device import Device, Event, Stream, TorchDevice
+from headwater.engines.cuda_pages import stacks
 from headwater.engines.cuda_plan import Piece, split
 from headwater.engines.paged_kv import CpuPagedKV, GroupPages
 from headwater.errors import RefusedError
-from headwater.ports import Addresses, BlockIds
+from headwater.ports import Addresses, BlockIds, PagedKV
 
 SLOT_BYTES = 4 << 20
 """A compromise: 160 us on a link of 25 GB/s, so launching is not the limit, and still few layers a piece."""
 SLOTS = 3
 POLL_S = 0.0002
-WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class Slot:
@@ -78,14 +78,6 @@ class Region:
     size_bytes: int
     view: torch.Tensor
     pinned: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Consecutive layers, from `first` on, equally far apart in one storage: `pages[l, b]` is a block in words."""
-
-    first: int
-    pages: torch.Tensor
 
 
 class Copy:
@@ -138,7 +130,7 @@ class CudaPagedKV:
         """
         assert slots >= 2, f"{slots=}: one slot would be filled and emptied in turn"
         self.groups = [GroupPages(layers, blocks) for layers in groups]
-        self._stacks = [_stacks(it, list(layers.values())) for it, layers in zip(self.groups, groups, strict=True)]
+        self._stacks = [stacks(it, list(layers.values())) for it, layers in zip(self.groups, groups, strict=True)]
         self._device = device
         self._slot_bytes = max([slot_bytes, *(it.block_bytes for it in self.groups)])
         self._saving = Lane(device, slots, self._slot_bytes)
@@ -324,7 +316,7 @@ class CudaPagedKV:
 
 def open_paged_kv(
     groups: Sequence[Mapping[str, torch.Tensor]], blocks: int, *, threads: int = 1, slot_bytes: int = SLOT_BYTES
-) -> CpuPagedKV | CudaPagedKV:
+) -> PagedKV:
     """The PagedKV for the device that the tensors are on; raises RefusedError."""
     devices = {pages.device for layers in groups for pages in layers.values()}
     kinds = {it.type for it in devices}
@@ -334,45 +326,3 @@ def open_paged_kv(
         return CudaPagedKV(groups, blocks, TorchDevice(devices.pop()), slot_bytes=slot_bytes)
     given = ", ".join(sorted(map(str, devices)))
     raise RefusedError("KV cache device", "cpu or one cuda device", given, "this device is not supported")
-
-
-def _stacks(group: GroupPages, tensors: Sequence[torch.Tensor]) -> list[Stack]:
-    """The layers of a group as few tensors, so that one kernel serves many layers: for each layer its stack."""
-    stacks: list[Stack] = []
-    while len(stacks) < len(tensors):
-        start = len(stacks)
-        end = _run_end(group, tensors, start)
-        it = group.layers[start]
-        gap = group.layers[start + 1].base - it.base if end - start > 1 else 0
-        pages = _words(tensors[start], end - start, gap, group.blocks, it.stride_bytes, it.block_bytes)
-        stacks += [Stack(start, pages)] * (end - start)
-    return stacks
-
-
-def _run_end(group: GroupPages, tensors: Sequence[torch.Tensor], start: int) -> int:
-    """Where the longest run of layers ends that are equally far apart in one storage and have equal strides."""
-    layers, end = group.layers, start + 1
-    while (
-        end < len(layers)
-        and layers[end].stride_bytes == layers[start].stride_bytes
-        and tensors[end].untyped_storage().data_ptr() == tensors[start].untyped_storage().data_ptr()
-        and 0 < layers[end].base - layers[end - 1].base == layers[start + 1].base - layers[start].base
-    ):
-        end += 1
-    return end
-
-
-def _words(
-    pages: torch.Tensor, layers: int, gap_bytes: int, blocks: int, stride_bytes: int, block_bytes: int
-) -> torch.Tensor:
-    """`layers` tensors from `pages` on as one `[layers, blocks, words]` view in the widest word that fits."""
-    storage = pages.untyped_storage()
-    offset_bytes = pages.data_ptr() - storage.data_ptr()
-    numbers = (pages.data_ptr(), offset_bytes, gap_bytes, stride_bytes, block_bytes)
-    for word in WORDS:
-        if not any(number % word.itemsize for number in numbers):
-            break
-    view = torch.empty(0, dtype=word, device=pages.device)
-    size = (layers, blocks, block_bytes // word.itemsize)
-    strides = (gap_bytes // word.itemsize, stride_bytes // word.itemsize, 1)
-    return view.set_(storage, offset_bytes // word.itemsize, size, strides)

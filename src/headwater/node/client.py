@@ -210,9 +210,13 @@ class Session:
     """A link whose instance has registered its namespace: the verbs of the cache. Not thread-safe."""
 
     def __init__(self, link: Link, namespace: Namespace, layout: KVLayout) -> None:
-        """Register; raises RefusedError naming both values if the node has other ideas."""
+        """Register; raises RefusedError naming both values if the node has other ideas, and then closes the link."""
         self.link, self.layout = link, layout
-        self._space = link.call(Register(namespace, layout), Registered).space
+        try:
+            self._space = link.call(Register(namespace, layout), Registered).space
+        except HeadwaterError:
+            link.close()
+            raise
 
     def match(self, keys: Sequence[ChunkKey], *, counts: bool = True) -> int:
         """Usable leading chunks; changes nothing. `counts` marks the first time that a request asks."""

@@ -30,6 +30,8 @@ class Faults:
     """An instance is killed: first its scheduler, its workers some time later. (At each request's start.)"""
     pauses: float
     """An instance or one of its workers is stopped and resumed. (At each request's start.)"""
+    floods: float
+    """A long prompt that nobody shares is computed and saved in one go. (At each request's start.)"""
     strays: float
     """Somebody sends a message for a ticket that is not his. (At each request's start.)"""
     clears: float
@@ -53,6 +55,7 @@ def draw_faults(rng: random.Random) -> Faults:
         changes_of_mind=sometimes(0.1),
         kills=sometimes(0.1),
         pauses=sometimes(0.25),
+        floods=sometimes(0.4),
         strays=sometimes(0.4),
         clears=sometimes(0.04),
         tick_stalls=sometimes(0.2),

@@ -42,18 +42,19 @@ class Job:
 
 
 class Worker:
-    """One rank: copies for one job at a time, in the order in which they came."""
+    """One rank: copies for one load and for one save at a time, in the order in which they came."""
 
     def __init__(self, world: World, owner: str, rank: int) -> None:
         self.process = Process(f"{owner}/{rank}")
         self.rank = rank
         self._world, self._owner = world, owner
-        self._jobs: deque[Job] = deque()
+        self._lanes: dict[TicketKind, deque[Job]] = {kind: deque() for kind in TicketKind}
 
     def post(self, job: Job) -> None:
         """Take a job on."""
-        self._jobs.append(job)
-        if len(self._jobs) == 1:
+        lane = self._lanes[job.kind]
+        lane.append(job)
+        if len(lane) == 1:
             self._copy(job, 0)
 
     def _copy(self, job: Job, at: int) -> None:
@@ -91,19 +92,22 @@ class Worker:
         return self._world.now < job.deadline_s
 
     def _end(self, job: Job) -> None:
-        self._jobs.popleft()
+        lane = self._lanes[job.kind]
+        lane.popleft()
         self._world.worker_is_done(self._owner, job.ticket, self.rank, frozenset(job.failed))
         job.report(job.failed)
-        if self._jobs:
-            self._copy(self._jobs[0], 0)
+        if lane:
+            self._copy(lane[0], 0)
 
 
 class Request:
     """One request's life: look up, load, compute, save what was computed."""
 
-    def __init__(self, instance: Instance, tokens: list[int], answer: list[int]) -> None:
-        self.tokens, self._answer = tokens, answer
-        self._instance, self._world = instance, instance.world
+    def __init__(
+        self, instance: Instance, tokens: list[int], answer: list[int], *, at_once: bool = False
+    ) -> None:
+        self.instance, self.tokens = instance, tokens
+        self._answer, self._at_once, self._world = answer, at_once, instance.world
         self._life = self._live()
         self._open = True
         self._loading = 0
@@ -120,7 +124,7 @@ class Request:
         self._open = False
         self._life.close()
         if self._loading:
-            self._instance.release(self._loading)
+            self.instance.release(self._loading)
         stops_saves = self._world.rng.random() < 0.5
         for job in self._jobs:
             # What is read for a request that is gone is read for nobody, so its lease may end at once.
@@ -137,13 +141,13 @@ class Request:
         wait(self._step)
 
     def _live(self) -> Generator[Wait, Any, None]:
-        chain = KeyChain(self._instance.root, CHUNK_TOKENS)
+        chain = KeyChain(self.instance.root, CHUNK_TOKENS)
         chain.extend(self.tokens)
         # An engine computes at least the last token of a prompt itself.
         wanted = chain.keys[: (len(self.tokens) - 1) // CHUNK_TOKENS]
         hit = 0
         for attempt in range(self._world.rng.choice((1, 1, 2, 3))):
-            hit = yield self._ask("match", lambda counts=not attempt: self._instance.match(wanted, counts=counts))
+            hit = yield self._ask("match", lambda counts=not attempt: self.instance.match(wanted, counts=counts))
         local = self._world.rng.randrange(hit + 1) if self._world.rng.random() < 0.4 else 0
         have = (yield from self._load(wanted, local)) if hit > local else local
         # Sometimes it offers everything, also what is held already.
@@ -156,32 +160,32 @@ class Request:
 
     def _load(self, keys: list[ChunkKey], local: int) -> Generator[Wait, Any, int]:
         """Load what the node holds beyond `local` chunks; how many chunks are there then."""
-        found: Loadable = yield self._ask("load", lambda: self._instance.load(keys, local))
+        found: Loadable = yield self._ask("load", lambda: self.instance.load(keys, local))
         if not found.ticket:
             return local
         self._loading = found.ticket
         failed: set[int] = yield lambda resume: self._jobs.extend(
-            self._instance.read(found, keys, local, resume)
+            self.instance.read(found, keys, local, resume)
         )
         self._loading = 0
         # Several groups stand or fall together: which chunks a shorter prefix needs is not what was loaded.
         first_bad = min(failed, default=found.chunks)
-        return first_bad if self._instance.has_one_group else found.chunks if not failed else local
+        return first_bad if self.instance.has_one_group else found.chunks if not failed else local
 
     def _save(self, chain: KeyChain, start: int) -> Generator[Wait, Any, None]:
         """Compute and save step by step; the copies go on by themselves."""
         while start < len(chain.keys):
-            yield self._world.sleep(self._instance.scheduler)
-            end = start + self._world.rng.randrange(1, 4)
+            yield self._world.sleep(self.instance.scheduler)
+            end = len(chain.keys) if self._at_once else start + self._world.rng.randrange(1, 4)
             keys, parent = chain.keys[start:end], chain.keys[start - 1] if start else None
-            lacking = self._instance.lacking(len(keys))
+            lacking = self.instance.lacking(len(keys))
             granted: Reservation = yield self._ask(
-                "reserve", lambda: self._instance.reserve(parent, keys, lacking)
+                "reserve", lambda: self.instance.reserve(parent, keys, lacking)
             )
             if granted.ticket and self._world.changes_its_mind():
-                self._instance.release(granted.ticket)
+                self.instance.release(granted.ticket)
             elif granted.ticket:
-                self._jobs.extend(self._instance.write(granted, keys))
+                self._jobs.extend(self.instance.write(granted, keys))
             start += len(keys)
 
     def _ask(self, verb: str, call: Callable[[], Any]) -> Wait:
@@ -190,10 +194,10 @@ class Request:
         def wait(resume: Resume) -> None:
             def arrive(answer: Any) -> None:
                 if not self._open and verb != "match" and answer.ticket:
-                    self._instance.release(answer.ticket)
+                    self.instance.release(answer.ticket)
                 resume(answer)
 
-            self._world.ask(self._instance, verb, call, arrive)
+            self._world.ask(self.instance, verb, call, arrive)
 
         return wait
 
@@ -208,7 +212,6 @@ class Instance:
         self.root = model.namespace.root()
         self.scheduler = Process(name)
         self.workers = [self.worker_type(world, name, rank) for rank in range(model.ranks)]
-        self.requests: list[Request] = []
 
     @property
     def has_one_group(self) -> bool:

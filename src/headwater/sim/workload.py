@@ -69,8 +69,8 @@ def draw_plan(rng: random.Random) -> Plan:
         models=tuple(models),
         instances=tuple(instances),
         slab_pages=rng.choice((4, 8)),
-        slabs=rng.randrange(2, 7),
-        requests=rng.randrange(8, 22),
+        slabs=rng.randrange(2, 8),
+        requests=rng.randrange(7, 18),
         rush_s=rng.choice((0.2, 0.6, 1.2)),
         policy=rng.choice(("lru", "s3fifo")),
     )
@@ -99,7 +99,11 @@ class Conversations:
             stem = rng.choice(self._stems)
             shared = len(stem) if rng.random() < 0.7 else rng.randrange(1, len(stem))
             return stem[:shared] + self._fresh(rng.randrange(1, 6))
-        return self._fresh(rng.randrange(4, 25))
+        return self._fresh(rng.randrange(4, 21))
+
+    def flood(self) -> list[int]:
+        """The tokens of a long prompt that nobody shares."""
+        return self._fresh(self._rng.randrange(24, 60))
 
     def answer(self) -> list[int]:
         """The tokens that a model generates."""

@@ -24,7 +24,7 @@ from headwater.types import KEY_BYTES, PAGE_BYTES, ChunkKey
 __all__ = ["Outcome", "SimulationError", "VirtualClock", "World", "simulate"]
 
 # Short against what slow copies and pauses take, so that deadlines matter.
-LOAD_S, SAVE_S = 1.0, 2.0
+LOAD_S, SAVE_S = 1.5, 2.5
 EVENTS_MAX = 20_000
 
 MakeCache = Callable[[Pool, EvictionPolicy, float, float], Cache]
@@ -194,9 +194,7 @@ class World:
         rng, faults = self.rng, self.faults
         instance = rng.choice(self.instances)
         request = Request(instance, self.conversations.prompt(), self.conversations.answer())
-        instance.requests.append(request)
-        self.schedule.note(f"{instance.owner} starts request {self.requests} of {len(request.tokens)} tokens")
-        self.schedule.after(0.0, "", request.start, instance.scheduler)
+        self._begin(request)
         if rng.random() < faults.cancels:
             delay_s = rng.expovariate(2.0)
             self.schedule.after(delay_s, f"{instance.owner} loses a client", request.cancel, instance.scheduler)
@@ -204,12 +202,20 @@ class World:
             self.schedule.after(rng.uniform(0.0, 2.0), "", lambda: self._kill(rng.choice(self.instances)))
         if rng.random() < faults.pauses:
             self.schedule.after(rng.uniform(0.0, 2.0), "", self._pause)
+        if rng.random() < faults.floods:
+            flood = Request(rng.choice(self.instances), self.conversations.flood(), [], at_once=True)
+            self.schedule.after(rng.uniform(0.0, 1.5), "", lambda: self._begin(flood))
         if rng.random() < faults.strays:
             self.schedule.after(rng.uniform(0.0, 2.0), "", self._stray)
         if rng.random() < faults.clears:
             space = rng.randrange(len(self.cache.spaces))
             self.schedule.after(rng.uniform(0.0, 2.0), "", lambda: self.node.clear(space))
         self._plan_request()
+
+    def _begin(self, request: Request) -> None:
+        instance = request.instance
+        self.schedule.note(f"{instance.owner} starts a request of {len(request.tokens)} tokens")
+        self.schedule.after(0.0, "", request.start, instance.scheduler)
 
     def _boot(self, model: Model) -> Instance:
         self._lives += 1

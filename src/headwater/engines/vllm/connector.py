@@ -289,11 +289,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 def _connect(config: EngineConfig, info: NodeInfo) -> Callable[[], Session]:
     def connect() -> Session:
         link = Link(info.address, info.instance, maps=False, connect_s=config.connect_s, call_s=config.metadata_s)
-        try:
-            return Session(link, info.namespace, info.layout)
-        except HeadwaterError:
-            link.close()
-            raise
+        return Session(link, info.namespace, info.layout)
 
     return connect
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -27,6 +28,10 @@ from headwater.types import HitRule, KVGroup, KVLayout, Namespace
 SAMPLE_BYTES = 64 << 10
 SAMPLES = 64
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".npz")
+REMEDY = "set engine.fingerprint to a value that changes whenever the weights do"
+Stamp = tuple[tuple[str, int, int, int], ...]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -117,16 +122,25 @@ def kv_layout(
     kv_cache: KVCacheConfig, ranks: Ranks, chunk_tokens: int, reported: Mapping[tuple[int, int], RankLayout]
 ) -> KVLayout:
     """The layout of a chunk over all ranks, as they reported it by (pp rank, tp rank); raises ConfigError."""
+    if len(reported) != ranks.world:
+        raise ConfigError(f"{len(reported)} of {ranks.world} ranks have said what their KV cache looks like")
+    for name in ("dtype", "layout"):
+        values = sorted({str(getattr(it, name)) for it in reported.values()})
+        if len(values) != 1:
+            raise ConfigError(f"ranks have a KV cache {name} of {' and of '.join(values)}; they must be equal")
     groups = []
     for index, group in enumerate(kv_cache.kv_cache_groups):
         rule, window = hit_rule(group.kv_cache_spec)
         sizes = {it.block_bytes[index] for it in reported.values()}
         if len(sizes) != 1:
             raise ConfigError(f"KV group {index}: ranks have blocks of {sorted(sizes)} bytes; they must be equal")
-        layers = [0] * ranks.shards
+        layers: dict[int, set[int]] = {shard: set() for shard in range(ranks.shards)}
         for (pp_rank, tp_rank), it in reported.items():
-            layers[ranks.shard(pp_rank, tp_rank)] = it.layers[index]
-        groups.append(KVGroup(group.kv_cache_spec.block_size, sizes.pop(), tuple(layers), rule, window))
+            layers[ranks.shard(pp_rank, tp_rank)].add(it.layers[index])
+        if any(len(counts) != 1 for counts in layers.values()):
+            raise ConfigError(f"KV group {index}: ranks of one stage have layers {layers}; they must be equal")
+        counts = tuple(min(counts) for counts in layers.values())
+        groups.append(KVGroup(group.kv_cache_spec.block_size, sizes.pop(), counts, rule, window))
     layout = KVLayout(chunk_tokens, tuple(groups))
     problem = layout.problem()
     if problem is not None:
@@ -139,7 +153,7 @@ def namespace(
 ) -> Namespace:
     """The engine's base Namespace, without a request's adapter and salt."""
     return Namespace(
-        model=fingerprint or model_fingerprint(config),
+        model=model_fingerprint(config, fingerprint),
         kv_dtype=f"{config.cache_config.cache_dtype}:{rank.dtype}",
         layout=layout_tag(config, rank),
         groups=layout.fingerprint(),
@@ -162,10 +176,12 @@ def layout_tag(config: VllmConfig, rank: RankLayout) -> str:
     return f"vllm{version}/{device}{isa}/{backend}/{rank.layout}/b{config.cache_config.block_size}"
 
 
-def model_fingerprint(config: VllmConfig) -> str:
-    """A digest of the model's configuration and weights; raises ConfigError if the weights cannot be found."""
+def model_fingerprint(config: VllmConfig, weights: str = "") -> str:
+    """A digest of the model's configuration and of its weights, for which `weights` may stand.
+
+    Raises ConfigError if that is empty and the weights cannot be found.
+    """
     model = config.model_config
-    directory = _local_directory(model.model, getattr(model, "revision", None))
     shape = model.hf_config.to_dict()
     shape.pop("_name_or_path", None)
     described = {
@@ -175,7 +191,10 @@ def model_fingerprint(config: VllmConfig) -> str:
         "overrides": getattr(model, "hf_overrides", None) if isinstance(model.hf_overrides, dict) else None,
     }
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
-    digest.update(weights_digest(str(directory)))
+    if weights:
+        digest.update(b"named:" + weights.encode())
+    else:
+        digest.update(weights_digest(str(_local_directory(model.model, getattr(model, "revision", None), REMEDY))))
     return digest.hexdigest()[:32]
 
 
@@ -189,10 +208,7 @@ def weights_digest(directory: str) -> bytes:
     digest = hashlib.sha256()
     files = sorted(it for it in Path(directory).iterdir() if it.suffix in WEIGHT_SUFFIXES)
     if not files:
-        raise ConfigError(
-            f"no weight files in {directory}, so the model cannot be told from others; "
-            "set engine.fingerprint to a value that changes whenever the weights do"
-        )
+        raise ConfigError(f"no weight files in {directory}, so the model cannot be told from others; {REMEDY}")
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}\n".encode())
@@ -204,21 +220,44 @@ def weights_digest(directory: str) -> bytes:
     return digest.digest()
 
 
-def adapter_id(lora: Any) -> str:
-    """The content id of a request's LoRA adapter, empty without one: same name, new version, new id."""
-    if lora is None:
-        return ""
-    path = Path(lora.lora_path)
-    if not path.is_dir():
-        return f"{lora.lora_name}:{lora.lora_path}"
-    newest = max((it.stat().st_mtime_ns for it in path.iterdir() if it.is_file()), default=0)
-    return _adapter_digest(str(path), newest)
+class Adapters:
+    """The content ids of the LoRA adapters that an engine serves: same name, new version, new id."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], tuple[Path, Stamp, str]] = {}
+
+    def content_id(self, lora: Any) -> str | None:
+        """Empty without an adapter; None if nobody can say which weights the engine has under this name.
+
+        vLLM reads an adapter's files when it first needs its id, and again after it has dropped it. So files that
+        have changed since we first met that id may be in use or not, and those of an adapter that is loaded in place
+        may change at any time: such requests keep out of the cache.
+        """
+        if lora is None:
+            return ""
+        if getattr(lora, "load_inplace", False):
+            return None
+        try:
+            return self._digest(lora.lora_int_id, lora.lora_path)
+        except (ConfigError, OSError) as error:
+            log.warning("adapter %s is not cached: %s", lora.lora_name, error)
+            return None
+
+    def _digest(self, number: int, location: str) -> str | None:
+        known = self._known.get((number, location))
+        if known is None:
+            directory = _local_directory(os.path.expanduser(location), None, "load it from a directory")
+            # The stamp first: files that change while they are read must not match it later.
+            known = directory, _stamp(directory), weights_digest_of_adapter(str(directory)).hex()[:32]
+            self._known[number, location] = known
+        directory, stamp, digest = known
+        return digest if _stamp(directory) == stamp else None
 
 
-@lru_cache(maxsize=1024)
-def _adapter_digest(path: str, newest: int) -> str:
-    digest = hashlib.sha256(weights_digest_of_adapter(path))
-    return digest.hexdigest()[:32]
+def _stamp(directory: Path) -> Stamp:
+    """What changes when somebody writes to a directory's files."""
+    found = [(it.name, it.stat()) for it in directory.iterdir() if it.is_file()]
+    return tuple(sorted((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in found))
 
 
 def weights_digest_of_adapter(path: str) -> bytes:
@@ -232,7 +271,7 @@ def weights_digest_of_adapter(path: str) -> bytes:
     return digest.digest()
 
 
-def _local_directory(model: str, revision: str | None) -> Path:
+def _local_directory(model: str, revision: str | None, remedy: str) -> Path:
     if os.path.isdir(model):
         return Path(model)
     from huggingface_hub import snapshot_download  # comes with vLLM; finds what vLLM itself has downloaded
@@ -240,7 +279,4 @@ def _local_directory(model: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the files of model {model!r} are not on this machine ({error}); "
-            "set engine.fingerprint to a value that changes whenever the weights do"
-        ) from error
+        raise ConfigError(f"the files of {model!r} are not on this machine ({error}); {remedy}") from error

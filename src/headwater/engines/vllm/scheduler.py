@@ -27,7 +27,7 @@ from typing import Any
 
 from headwater.config import EngineConfig
 from headwater.core.hashing import KeyChain
-from headwater.engines.vllm.identity import Ranks, adapter_id
+from headwater.engines.vllm.identity import Adapters, Ranks
 from headwater.engines.vllm.metadata import NULL_BLOCK, LoadJob, NodeInfo, Part, SaveJob, SavesEnded, StepMetadata
 from headwater.errors import HeadwaterError, ProtocolError, RefusedError, UnavailableError
 from headwater.node.client import Session, Supervisor
@@ -92,6 +92,7 @@ class SchedulerSide:
         self._failed: set[str] = set()
         self._owed: list[int] = []
         self._roots: dict[tuple[str, str], bytes] = {}
+        self._adapters = Adapters()
         self._pool: Any = None
         self.skipped_saves = self.short_loads = 0
 
@@ -390,9 +391,10 @@ class SchedulerSide:
             Media(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
             for feature in getattr(request, "mm_features", None) or ()
         ]
-        root = self._root(
-            adapter_id(getattr(request, "lora_request", None)), getattr(request, "cache_salt", None) or ""
-        )
+        adapter = self._adapters.content_id(getattr(request, "lora_request", None))
+        if adapter is None:
+            return None
+        root = self._root(adapter, getattr(request, "cache_salt", None) or "")
         it = Tracked(request, KeyChain(root, self._layout.chunk_tokens, media))
         self._tracked[request.request_id] = it
         return it
