@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from headwater.core.hashing import chunk_keys
 from headwater.errors import UnavailableError
-from headwater.node.client import Link, Session
+from headwater.node.client import open_session
 from headwater.tiers.host import MappedMemory
 from headwater.types import ABSENT, ChunkKey, KVLayout, Loadable, Media, Namespace, Reservation
 
@@ -99,8 +99,7 @@ class Client:
     ) -> None:
         """Connect to `unix:/path` and register; raises UnavailableError, or RefusedError naming both values."""
         instance = f"client-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._link = Link(node, instance, maps=True, connect_s=connect_s, call_s=call_s)
-        self._session = Session(self._link, namespace, layout)
+        self._session = open_session(node, instance, namespace, layout, maps=True, connect_s=connect_s, call_s=call_s)
         self._namespace, self._layout = namespace, layout
         self._root = namespace.root()
 
@@ -172,7 +171,7 @@ class Client:
 
     @property
     def _memory(self) -> MappedMemory:
-        memory = self._link.memory
+        memory = self._session.link.memory
         if memory is None:
             raise UnavailableError("the connection to the node was lost; open a new Client")
         return memory

@@ -210,13 +210,9 @@ class Session:
     """A link whose instance has registered its namespace: the verbs of the cache. Not thread-safe."""
 
     def __init__(self, link: Link, namespace: Namespace, layout: KVLayout) -> None:
-        """Register; raises RefusedError naming both values if the node has other ideas, and then closes the link."""
+        """Register; raises RefusedError naming both values if the node has other ideas (the link stays usable)."""
         self.link, self.layout = link, layout
-        try:
-            self._space = link.call(Register(namespace, layout), Registered).space
-        except HeadwaterError:
-            link.close()
-            raise
+        self._space = link.call(Register(namespace, layout), Registered).space
 
     def match(self, keys: Sequence[ChunkKey], *, counts: bool = True) -> int:
         """Usable leading chunks; changes nothing. `counts` marks the first time that a request asks."""
@@ -262,6 +258,18 @@ class Session:
     def close(self) -> None:
         """Close the link."""
         self.link.close()
+
+
+def open_session(
+    address: str, instance: str, namespace: Namespace, layout: KVLayout, *, maps: bool, connect_s: float, call_s: float
+) -> Session:
+    """Connect and register, all or nothing; raises what `Link` and `Session` raise."""
+    link = Link(address, instance, maps=maps, connect_s=connect_s, call_s=call_s)
+    try:
+        return Session(link, namespace, layout)
+    except HeadwaterError:
+        link.close()
+        raise
 
 
 class Supervisor:

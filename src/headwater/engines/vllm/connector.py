@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from headwater.engines.vllm.stats import HeadwaterPromMetrics, HeadwaterStats
 from headwater.engines.vllm.worker import Outcome, WorkerSide
 from headwater.errors import ConfigError, HeadwaterError
 from headwater.node.address import sweep
-from headwater.node.client import Link, Session, Supervisor
+from headwater.node.client import Session, Supervisor, open_session
 from headwater.node.driver import Node
 from headwater.node.server import EmbeddedServer
 
@@ -287,11 +288,16 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _connect(config: EngineConfig, info: NodeInfo) -> Callable[[], Session]:
-    def connect() -> Session:
-        link = Link(info.address, info.instance, maps=False, connect_s=config.connect_s, call_s=config.metadata_s)
-        return Session(link, info.namespace, info.layout)
-
-    return connect
+    return partial(
+        open_session,
+        info.address,
+        info.instance,
+        info.namespace,
+        info.layout,
+        maps=False,
+        connect_s=config.connect_s,
+        call_s=config.metadata_s,
+    )
 
 
 def _log_refusal(error: HeadwaterError) -> None:
