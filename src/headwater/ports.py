@@ -38,6 +38,13 @@ class EvictionPolicy(Protocol):
         """How many entries are resident."""
 
 
+class Copy(Protocol):
+    """A copy that was started; until it is done, its blocks and its node memory stay leased."""
+
+    def done(self) -> bool:
+        """Whether all bytes are where they belong, for whoever looks from now on."""
+
+
 class PagedKV(Protocol):
     """An engine's KV pages on its device, and the copies between them and mapped node memory.
 
@@ -45,6 +52,10 @@ class PagedKV(Protocol):
     is `l * layer_stride_bytes` further on. `after` is what `mark` returned: the copy touches the blocks only
     when the engine's work up to that mark is over.
     """
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """For each KV group its number of layers and the bytes of a block in one of them."""
 
     def attach(self, bases: Sequence[int], sizes: Sequence[int]) -> None:
         """Node memory was mapped at `bases`; it stays mapped until `detach` returns."""
@@ -55,15 +66,15 @@ class PagedKV(Protocol):
     def mark(self) -> object:
         """Called by the engine's thread: the point in its work after all that it has given to the device."""
 
-    def gather(
+    def start_gather(
         self, group: int, blocks: BlockIds, places: Addresses, layer_stride_bytes: int, after: Any = None
-    ) -> None:
-        """Copy device blocks into node memory; when it returns, the bytes are there."""
+    ) -> Copy:
+        """Begin to copy device blocks into node memory. When this raises, nothing is under way."""
 
-    def scatter(
+    def start_scatter(
         self, group: int, blocks: BlockIds, places: Addresses, layer_stride_bytes: int, after: Any = None
-    ) -> None:
-        """Copy node memory into device blocks; when it returns, work launched later sees the bytes."""
+    ) -> Copy:
+        """Begin to copy node memory into device blocks. When this raises, nothing is under way."""
 
     def close(self) -> None:
         """Give up threads and device memory; nothing may be called afterwards."""

@@ -34,6 +34,7 @@ with warnings.catch_warnings():
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
+    from vllm.v1 import kv_cache_interface
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.kv_cache_utils import (
         generate_scheduler_kv_cache_config,
@@ -92,6 +93,7 @@ __all__ = [
     "get_kv_cache_configs",
     "get_request_block_hasher",
     "init_none_hash",
+    "kv_cache_interface",
     "kv_transfer_state",
     "parallel_state",
     "resolve_kv_cache_block_sizes",

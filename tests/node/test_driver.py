@@ -70,12 +70,15 @@ def test_status_fits_a_frame_whatever_there_is(node: Node) -> None:
 
 def test_tickets_are_bounded_and_that_is_an_outcome(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     space = register(node, "a")
+    ready = node.handle("a", Reserve(space, b"", pack_keys(keys(1)), (), (0,)))
+    assert isinstance(ready, Reserved)
+    node.cache.done("a", ready.ticket, 0, (), 0.0)
     monkeypatch.setattr(driver, "TICKETS_MAX", 3)
     for index in range(5):
         reply = node.handle("a", Reserve(space, b"", pack_keys(keys(1, f"{index}")), (), (0,)))
         assert isinstance(reply, Reserved)
         assert (reply.ticket != 0, reply.covered) == ((True, 1) if index < 3 else (False, 0))
-    loaded = node.handle("a", Load(space, pack_keys(keys(1, "0")), 0, (0,)))
+    loaded = node.handle("a", Load(space, pack_keys(keys(1)), 0, (0,)))
     assert isinstance(loaded, Loaded)
     assert (loaded.ticket, loaded.chunks) == (0, 0)
     assert node.close_instance("a") == 3

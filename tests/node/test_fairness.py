@@ -30,7 +30,7 @@ from headwater.node.messages import (
     encode,
     unpack_addresses,
 )
-from headwater.node.server import FRAME_S, FRAMES_A_TURN, PENDING_BYTES_MAX
+from headwater.node.server import FRAME_S, FRAMES_A_TURN, PENDING_BYTES_MAX, READ_BYTES
 from headwater.node.server import Session as ServerSession
 from headwater.types import ABSENT, pack_keys
 from tests.node.conftest import Rig, descriptors, eventually
@@ -126,6 +126,8 @@ def test_200_unfinished_frames_are_closed_in_time(
     for it in late[::2]:
         if not is_closed(it):
             it.sendall(b"\x00"[: 1 if it in late[::4] else 0])  # a byte more now and then buys no more time
+    more = sum(not PARTIAL[index % len(PARTIAL)] for index in range(0, 200, 4)) if not instance else 0
+    eventually(lambda: begun + more <= sum(map(has_begun, rig.server._sessions.values())) + rig.server.protocol_errors)
     rig.clock.moved_s += 2
     eventually(lambda: healthy.match(keys(5)) == 4 and rig.server.sessions == 1 + len(idle))
     assert all(is_closed(it) for it in late)
@@ -139,6 +141,20 @@ def test_a_frame_may_come_one_byte_at_a_time(rig: Rig, crowd: Crowd, healthy: Se
         for byte in hello() + encode(Register(namespace(), LAYOUT)) + encode(Match(0, pack_keys(keys(5)), False)):
             it.sendall(bytes([byte]))
         eventually(lambda: b"\x06\x04" in it.recv(1 << 16, socket.MSG_PEEK))
+    assert healthy.match(keys(5)) == 4
+
+
+@pytest.mark.parametrize("excess", [0, 1, 2**32 - 1 - FRAME_BYTES_MAX])
+def test_a_frame_that_is_announced_too_long_is_not_waited_for(
+    rig: Rig, crowd: Crowd, healthy: Session, excess: int
+) -> None:
+    it = crowd.connected()
+    it.sendall((FRAME_BYTES_MAX + excess).to_bytes(4, "little"))
+    if excess:
+        eventually(lambda: is_closed(it))
+    else:
+        eventually(lambda: any(map(has_begun, rig.server._sessions.values())))
+    assert rig.server.protocol_errors == bool(excess)
     assert healthy.match(keys(5)) == 4
 
 
@@ -189,6 +205,38 @@ def test_a_client_that_sends_much_at_once_does_not_keep_the_others_waiting(
         eventually(lambda: "healthy" in order)
         assert order.index("healthy") <= 2 * FRAMES_A_TURN
         assert len(read_replies(bad, 2000)) == 2000
+
+
+def test_what_waits_for_its_turn_is_not_added_to(rig: Rig, crowd: Crowd, healthy: Session) -> None:
+    """A client that sends faster than it is served: the rest waits in its own socket, not in the node."""
+    frame, count = bytes(encode(Match(0, b"", False))), 60_000
+    bad = crowd.greeted("bad")
+    (session,) = (it for it in rig.server._sessions.values() if it.instance == "bad")
+    most = 0
+    real = rig.node.handle
+
+    def handle(instance: str, request: Request) -> Message:
+        nonlocal most
+        most = max(most, len(session.received))
+        return real(instance, request)
+
+    rig.node.handle = handle  # type: ignore[method-assign,assignment]
+    sender = threading.Thread(target=bad.sendall, args=(frame * count,))
+    sender.start()
+    assert len(read_replies(bad, count)) == count
+    sender.join()
+    assert len(frame) * count > 2 * READ_BYTES
+    assert most < READ_BYTES + len(frame) * FRAMES_A_TURN
+
+
+def test_a_client_gone_while_its_frames_wait_is_forgotten(rig: Rig, crowd: Crowd, healthy: Session) -> None:
+    for _ in range(20):
+        with crowd.greeted("bad") as bad:
+            bad.setblocking(False)
+            bad.send(bytes(encode(Match(0, b"", False))) * 3000)
+    eventually(lambda: rig.server.sessions == 1)
+    assert healthy.match(keys(5)) == 4
+    assert not rig.server._backlog
 
 
 def test_a_client_that_reads_nothing_is_not_answered_without_end(rig: Rig, crowd: Crowd, healthy: Session) -> None:

@@ -175,6 +175,13 @@ def test_a_layout_that_cannot_be_is_refused(rig: Rig, layout: KVLayout) -> None:
     Session(link, namespace(), LAYOUT)
 
 
+def test_what_would_be_long_to_check_is_refused_first(rig: Rig) -> None:
+    groups = KVLayout(16, (KVGroup(16, 4096, (1,)),) * 65)
+    assert refused(lambda: rig.session("a", layout=groups)).field == "layout.groups"
+    shards = KVLayout(16, (KVGroup(16, 1, (1,) * 4097),))
+    assert refused(lambda: rig.session("a", layout=shards)).field == "layout.shards"
+
+
 def test_names_of_a_namespace_are_bounded_because_they_stay_for_ever(rig: Rig) -> None:
     link = rig.link("a")
     for field in ("model", "salt"):
@@ -187,8 +194,9 @@ def test_names_of_a_namespace_are_bounded_because_they_stay_for_ever(rig: Rig) -
 def test_a_refusal_is_short_whatever_was_given(rig: Rig) -> None:
     """A value of megabytes would make a reply that its own client must refuse to read."""
     rig.session("a")
-    wide = KVLayout(16, tuple(KVGroup(16, 4096, (1,) * 32) for _ in range(64)))
+    wide = KVLayout(16, tuple(KVGroup(16, 4096, (1,) * 16) for _ in range(64)))
     error = refused(lambda: rig.session("a", layout=wide))
+    assert error.field == "layout.groups"
     assert len(str(error)) < 2100
 
 

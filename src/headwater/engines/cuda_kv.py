@@ -198,6 +198,11 @@ class CudaPagedKV:
         """Begin a load; blocks change only once `after` is over. When this raises, nothing is under way."""
         return self._start(self._loading, group, blocks, places, layer_stride_bytes, after)
 
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """See `ports.PagedKV`."""
+        return tuple((len(it.layers), it.block_bytes) for it in self.groups)
+
     def close(self) -> None:
         """The same, at the end."""
         self.detach()

@@ -95,6 +95,14 @@ class GroupPages:
             assert low >= 0 and high < self.blocks, f"blocks {low} to {high} of {self.blocks}"
 
 
+class Finished:
+    """A copy that was over before its caller could ask."""
+
+    def done(self) -> bool:
+        """Always true."""
+        return True
+
+
 class CpuPagedKV:
     """PagedKV over CPU tensors: one pass of the copy kernel, without the GIL, by up to `threads` threads."""
 
@@ -139,6 +147,25 @@ class CpuPagedKV:
     ) -> None:
         """Copy node memory into blocks, none of them twice; when it returns, the bytes are there."""
         self._copy(self._kernels.scatter, self.groups[group], blocks, places, layer_stride_bytes)
+
+    def start_gather(
+        self, group: int, blocks: BlockIds, places: Addresses, layer_stride_bytes: int, after: object = None
+    ) -> Finished:
+        """The same, behind the interface for devices that copy by themselves."""
+        self.gather(group, blocks, places, layer_stride_bytes, after)
+        return Finished()
+
+    def start_scatter(
+        self, group: int, blocks: BlockIds, places: Addresses, layer_stride_bytes: int, after: object = None
+    ) -> Finished:
+        """The same, behind the interface for devices that copy by themselves."""
+        self.scatter(group, blocks, places, layer_stride_bytes, after)
+        return Finished()
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """See `ports.PagedKV`."""
+        return tuple((len(it.layers), it.block_bytes) for it in self.groups)
 
     def close(self) -> None:
         """Stop the threads; no copy may be under way."""

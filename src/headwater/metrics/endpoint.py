@@ -74,12 +74,13 @@ class Endpoint:
     async def _listen(self) -> None:
         server = await asyncio.start_server(self._accept, sock=self._socket, limit=REQUEST_BYTES)
         await self._ending.wait()
-        server.close()
-        # Ours are cancelled; asyncio's own, which are accepting a connection, end by themselves and may add one.
+        # Accept nobody, and let what is being accepted arrive: a connection in between would never be closed.
+        self._loop.remove_reader(self._socket)
         while running := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in running & self._serving.keys():
                 task.cancel()
             await asyncio.wait(running)
+        server.close()
         await asyncio.sleep(0)  # aborted transports close their sockets in the loop's next round
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

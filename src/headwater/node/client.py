@@ -94,7 +94,8 @@ class Link:
         """Send a request and return its reply of the expected kind, within `call_s` seconds.
 
         Raises RefusedError if the node says no (the link stays usable); UnavailableError or ProtocolError
-        otherwise, after which the link is closed.
+        otherwise, after which it is disconnected: its memory stays mapped until `close`, since a copy may be
+        under way there.
         """
         frame = encode(request)
         whole = False
@@ -106,12 +107,12 @@ class Link:
         finally:
             # Also after an interrupt: a reply that nobody took would be taken for the next request's.
             if not whole:
-                self.close()
+                self._socket.close()
         if isinstance(reply, kind):
             return reply
         if isinstance(reply, Refused):
             raise RefusedError(reply.field, reply.expected, reply.given, reply.remedy)
-        self.close()
+        self._socket.close()
         raise ProtocolError(f"{type(request).__name__} was answered by {type(reply).__name__}")
 
     def close(self) -> None:

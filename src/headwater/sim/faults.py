@@ -16,8 +16,9 @@ class Faults:
 
     copy_fails: float
     """A part's copy fails, leaving torn bytes behind a write."""
-    copy_is_slow: float
-    """A part's copy takes seconds."""
+    write_is_slow: float
+    read_is_slow: float
+    """A part's copy takes seconds; what queues behind it gets late as well."""
     message_is_late: float
     """A message takes seconds, so that others overtake it."""
     message_repeats: float
@@ -31,7 +32,7 @@ class Faults:
     pauses: float
     """An instance or one of its workers is stopped and resumed. (At each request's start.)"""
     floods: float
-    """A long prompt that nobody shares is computed and saved in one go. (At each request's start.)"""
+    """While or after a load is read, a long prompt that nobody shares wants all the room at once."""
     strays: float
     """Somebody sends a message for a ticket that is not his. (At each request's start.)"""
     clears: float
@@ -48,14 +49,15 @@ def draw_faults(rng: random.Random) -> Faults:
 
     return Faults(
         copy_fails=sometimes(0.1),
-        copy_is_slow=sometimes(0.12),
+        write_is_slow=sometimes(0.05),
+        read_is_slow=sometimes(0.25),
         message_is_late=sometimes(0.05),
         message_repeats=sometimes(0.2),
         cancels=sometimes(0.4),
         changes_of_mind=sometimes(0.1),
         kills=sometimes(0.1),
         pauses=sometimes(0.25),
-        floods=sometimes(0.4),
+        floods=sometimes(0.5),
         strays=sometimes(0.4),
         clears=sometimes(0.04),
         tick_stalls=sometimes(0.2),

@@ -72,7 +72,7 @@ class Worker:
             flaw = self._world.memory.flaw(part)
         what = f"{self.process.name} {job.kind.value}s {part} for #{job.ticket}"
         self._world.schedule.after(
-            self._world.copy_s(), what, lambda: self._copied(job, at, flaw), self.process
+            self._world.copy_s(job.kind), what, lambda: self._copied(job, at, flaw), self.process
         )
 
     def _copied(self, job: Job, at: int, flaw: str | None) -> None:
@@ -236,7 +236,10 @@ class Instance:
 
     def load(self, keys: list[ChunkKey], first: int) -> Loadable:
         """Ask the node, for all ranks."""
-        return self.world.node.load(self.owner, self.space, keys, first, range(self.model.ranks))
+        found = self.world.node.load(self.owner, self.space, keys, first, range(self.model.ranks))
+        if found.ticket:
+            self.world.load_was_granted()
+        return found
 
     def reserve(
         self, parent: ChunkKey | None, keys: list[ChunkKey], lacking: frozenset[tuple[int, int]]

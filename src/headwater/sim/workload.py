@@ -103,7 +103,7 @@ class Conversations:
 
     def flood(self) -> list[int]:
         """The tokens of a long prompt that nobody shares."""
-        return self._fresh(self._rng.randrange(24, 60))
+        return self._fresh(self._rng.randrange(24, 100))
 
     def answer(self) -> list[int]:
         """The tokens that a model generates."""

@@ -19,12 +19,12 @@ from headwater.sim.node import SimulatedNode
 from headwater.sim.oracle import Oracle, Violation
 from headwater.sim.schedule import Process, Schedule, VirtualClock
 from headwater.sim.workload import Conversations, Model, draw_plan
-from headwater.types import KEY_BYTES, PAGE_BYTES, ChunkKey
+from headwater.types import KEY_BYTES, PAGE_BYTES, ChunkKey, TicketKind
 
 __all__ = ["Outcome", "SimulationError", "VirtualClock", "World", "simulate"]
 
 # Short against what slow copies and pauses take, so that deadlines matter.
-LOAD_S, SAVE_S = 1.5, 2.5
+LOAD_S, SAVE_S = 1.5, 3.0
 EVENTS_MAX = 20_000
 
 MakeCache = Callable[[Pool, EvictionPolicy, float, float], Cache]
@@ -94,11 +94,10 @@ class World:
             return self.rng.uniform(0.5, 4.0)
         return self.rng.uniform(0.0002, 0.004)
 
-    def copy_s(self) -> float:
+    def copy_s(self, kind: TicketKind) -> float:
         """How long the copy of one part takes."""
-        if self.rng.random() < self.faults.copy_is_slow:
-            return self.rng.uniform(1.0, 6.0)
-        return self.rng.uniform(0.01, 0.15)
+        slow = self.faults.read_is_slow if kind is TicketKind.LOAD else self.faults.write_is_slow
+        return self.rng.uniform(1.0, 5.0) if self.rng.random() < slow else self.rng.uniform(0.005, 0.06)
 
     def copy_fails(self) -> bool:
         """Whether the copy of one part fails."""
@@ -202,15 +201,18 @@ class World:
             self.schedule.after(rng.uniform(0.0, 2.0), "", lambda: self._kill(rng.choice(self.instances)))
         if rng.random() < faults.pauses:
             self.schedule.after(rng.uniform(0.0, 2.0), "", self._pause)
-        if rng.random() < faults.floods:
-            flood = Request(rng.choice(self.instances), self.conversations.flood(), [], at_once=True)
-            self.schedule.after(rng.uniform(0.0, 1.5), "", lambda: self._begin(flood))
         if rng.random() < faults.strays:
             self.schedule.after(rng.uniform(0.0, 2.0), "", self._stray)
         if rng.random() < faults.clears:
             space = rng.randrange(len(self.cache.spaces))
             self.schedule.after(rng.uniform(0.0, 2.0), "", lambda: self.node.clear(space))
         self._plan_request()
+
+    def load_was_granted(self) -> None:
+        """A good moment for somebody to want all the room."""
+        if self.rng.random() < self.faults.floods:
+            flood = Request(self.rng.choice(self.instances), self.conversations.flood(), [], at_once=True)
+            self.schedule.after(self.rng.uniform(0.0, 4.0), "", lambda: self._begin(flood))
 
     def _begin(self, request: Request) -> None:
         instance = request.instance

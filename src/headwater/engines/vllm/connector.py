@@ -155,12 +155,12 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         pages = open_paged_kv(groups, self._kv_cache.num_blocks, threads=self._config.copy_threads)
         first = next(iter(kv_caches.values()))
         mine = RankLayout(
-            layers=tuple(len(group.layers) for group in pages.groups),
-            block_bytes=tuple(group.block_bytes for group in pages.groups),
+            layers=tuple(layers for layers, _ in pages.shapes),
+            block_bytes=tuple(size for _, size in pages.shapes),
             dtype=str(first.dtype).removeprefix("torch."),
             layout=getattr(self._kv_cache, "kv_cache_layout", None) or "default",
         )
-        self._copying.register(pages, mine)
+        self._copying.register(pages, mine, self._instance)
 
     def get_handshake_metadata(self) -> RankLayout | None:
         """What this rank's tensors look like, for the scheduler side."""

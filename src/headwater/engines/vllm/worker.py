@@ -20,9 +20,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,12 +33,15 @@ from headwater.engines.vllm.metadata import NULL_BLOCK, LoadJob, NodeInfo, Part,
 from headwater.engines.vllm.stats import CopySums
 from headwater.errors import HeadwaterError, RefusedError, UnavailableError
 from headwater.node.client import Link, Session
-from headwater.ports import Addresses, BlockIds, PagedKV
+from headwater.ports import Addresses, BlockIds, Copy, PagedKV
 from headwater.types import ABSENT, KVLayout
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 RETRY_S = 0.5
+POLL_S = 0.0005
 IDLE_WAIT_S = 0.02
 
 
@@ -59,6 +63,21 @@ class Queued:
     mark: object
 
 
+@dataclass(slots=True, eq=False)
+class Moving:
+    """A job whose copies have been given to the device."""
+
+    queued: Queued
+    session: Session
+    started_s: float
+    copies: list[Copy] = field(default_factory=list)
+    size_bytes: int = 0
+
+    def over(self) -> bool:
+        """Whether all its copies are."""
+        return all(copy.done() for copy in self.copies)
+
+
 class WorkerSide:
     """One rank's copies. `before_forward`, `after_forward` and `collect` are called by the engine's thread."""
 
@@ -71,10 +90,13 @@ class WorkerSide:
         self._mine: RankLayout | None = None
         self._loads: deque[Queued] = deque()
         self._saves: deque[Queued] = deque()
+        self._current: Queued | None = None
+        self._moving: list[Moving] = []
         self._loading: set[str] = set()
         self._changed = threading.Condition()
         self._outcome = Outcome()
         self._ended = SavesEnded()
+        self._link: Link | None = None
         self._session: Session | None = None
         self._prefault_stop = threading.Event()
         self._prefault: threading.Thread | None = None
@@ -83,9 +105,18 @@ class WorkerSide:
         self.sums = CopySums()
         self._thread = threading.Thread(target=self._run, name="headwater-copies", daemon=True)
 
-    def register(self, pages: PagedKV, mine: RankLayout) -> None:
-        """The engine's pages exist: start copying."""
+    def register(self, pages: PagedKV, mine: RankLayout, instance: str) -> None:
+        """The engine's pages exist: map the node's memory if there is a node already, and start copying.
+
+        Mapping and pinning take seconds for a large node and must not happen while the engine captures graphs, so
+        now is better than at the first request.
+        """
         self._pages, self._mine = pages, mine
+        if self._config.node:
+            try:
+                self._open(self._config.node, instance)
+            except HeadwaterError as error:
+                log.info("no node yet: %s", error)
         self._thread.start()
 
     @property
@@ -143,34 +174,64 @@ class WorkerSide:
     # ---- the copy thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        queued: Queued | None = None
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closing or self._loads or self._saves)
-                    if self._closing:
+                    self._changed.wait_for(self._has_work, POLL_S if self._moving else None)
+                    if self._closing and not self._moving:
                         return
-                    queued = self._loads.popleft() if self._loads else self._saves.popleft()
-                self._report(queued.job, ok=self._serve(queued))
-                queued = None
+                    self._current = None if self._closing else self._next()
+                if self._current is not None:
+                    self._begin(self._current)
+                    self._current = None
+                self._settle()
         finally:
             with self._changed:
                 self._stopped = True
-                if queued is not None:
+                unfinished = [it.queued for it in self._moving]
+                if self._current is not None:
+                    unfinished.append(self._current)
+                for it in unfinished:
                     log.critical("a bug has ended the copy thread; this engine goes on without headwater")
-                    self._report(queued.job, ok=False)
+                    self._report(it.job, ok=False)
                 self._fail_if_stopped()
 
-    def _serve(self, queued: Queued) -> bool:
-        job = queued.job
-        if isinstance(job, SaveJob):
-            return self._attempt(partial(self._save, job, queued))
-        return job.ticket != 0 and self._attempt(partial(self._load, job, queued))
+    def _has_work(self) -> bool:
+        return bool(self._closing or self._loads or self._saves)
 
-    def _attempt(self, copy: Callable[[], bool]) -> bool:
-        """The door where operating failures become an outcome."""
+    def _next(self) -> Queued | None:
+        if self._loads:
+            return self._loads.popleft()
+        return self._saves.popleft() if self._saves else None
+
+    def _begin(self, queued: Queued) -> None:
+        """Start a job's copies, or report it at once."""
+        job = queued.job
+        if isinstance(job, SaveJob) and not self._writes:
+            self._report(job, ok=True)
+            return
+        until_s = job.deadline_s if isinstance(job, SaveJob) else min(job.deadline_s, job.give_up_s)
+        moving = None
+        if job.ticket and time.monotonic() <= until_s:
+            moving = self._attempt(partial(self._start, queued))
+        if moving is None:
+            self._report(job, ok=False)
+        else:
+            self._moving.append(moving)
+
+    def _settle(self) -> None:
+        """Report the jobs whose copies are over; a device copies several at a time."""
+        for it in list(self._moving):
+            over = self._attempt(it.over)
+            if over is False or it not in self._moving:
+                continue
+            self._moving.remove(it)
+            self._report(it.queued.job, ok=bool(over) and self._attempt(partial(self._end, it)) is True)
+
+    def _attempt(self, act: Callable[[], T]) -> T | None:
+        """The door where operating failures become an outcome: None."""
         try:
-            return copy()
+            return act()
         except RefusedError as error:
             log.error("the node refuses this rank: %s", error)
         except RuntimeError as error:  # what torch raises
@@ -178,51 +239,34 @@ class WorkerSide:
         except (HeadwaterError, OSError) as error:
             log.warning("a copy failed: %s", error)
             self._disconnect()
-        return False
+        return None
 
-    def _load(self, job: LoadJob, queued: Queued) -> bool:
-        if time.monotonic() > min(job.deadline_s, job.give_up_s):
-            return False
+    def _start(self, queued: Queued) -> Moving:
+        """Give every block of a job to the device."""
+        job, pages = queued.job, self._pages_in_use
         session = self._connected(queued.node, job.epoch)
-        started_s = time.monotonic()
-        moved = self._copy(session, job.parts, self._pages_in_use.scatter, queued.mark)
-        # The bytes are good only if the lease still held when the copy had ended: by the clock, and by the node.
-        ended_s = time.monotonic()
-        if ended_s > job.deadline_s or not session.done(job.ticket, self._rank):
-            return False
-        self.sums.loaded(moved, ended_s - started_s)
-        return True
-
-    def _save(self, job: SaveJob, queued: Queued) -> bool:
-        if not self._writes:
-            return True
-        if time.monotonic() > job.deadline_s:
-            return False
-        session = self._connected(queued.node, job.epoch)
-        started_s = time.monotonic()
-        moved = self._copy(session, job.parts, self._pages_in_use.gather, queued.mark)
-        spent_s = time.monotonic() - started_s
-        if not session.done(job.ticket, self._shard):
-            return False
-        self.sums.saved(moved, spent_s)
-        return True
-
-    def _copy(
-        self,
-        session: Session,
-        parts: Sequence[Part],
-        move: Callable[[int, BlockIds, Addresses, int, object], None],
-        mark: object,
-    ) -> int:
-        """Move every block of a job; the number of bytes."""
-        moved = 0
-        for part in parts:
+        start = pages.start_gather if isinstance(job, SaveJob) else pages.start_scatter
+        moving = Moving(queued, session, time.monotonic())
+        for part in job.parts:
             blocks, places = self._places(session, part)
             if len(blocks):
-                move(part.group, blocks, places, session.layout.layer_stride_bytes(part.group), mark)
+                stride_bytes = session.layout.layer_stride_bytes(part.group)
+                moving.copies.append(start(part.group, blocks, places, stride_bytes, queued.mark))
                 group = session.layout.groups[part.group]
-                moved += len(blocks) * group.block_bytes * group.shard_layers[self._shard]
-        return moved
+                moving.size_bytes += len(blocks) * group.block_bytes * group.shard_layers[self._shard]
+        return moving
+
+    def _end(self, it: Moving) -> bool:
+        """The copies of a job are over: whether they count."""
+        job = it.queued.job
+        # The bytes are good only if the ticket still held when the copy had ended: by the clock, and by the node.
+        ended_s = time.monotonic()
+        shard = self._shard if isinstance(job, SaveJob) else self._rank
+        if ended_s > job.deadline_s or not it.session.done(job.ticket, shard):
+            return False
+        add = self.sums.saved if isinstance(job, SaveJob) else self.sums.loaded
+        add(it.size_bytes, ended_s - it.started_s)
+        return True
 
     def _places(self, session: Session, part: Part) -> tuple[BlockIds, Addresses]:
         """The blocks to copy and where the layer-0 bytes of each are in this process."""
@@ -249,36 +293,36 @@ class WorkerSide:
         """A session with the life of the node that a job was made for; raises UnavailableError."""
         if node is None or node.epoch != epoch:
             raise UnavailableError("the node that this job was made for is gone")
-        if self._session is not None:
-            if self._session.link.node == (node.name, node.epoch):
-                return self._session
+        wanted = (node.name, node.epoch)
+        if self._session is not None and self._session.link.node == wanted:
+            return self._session
+        if self._link is not None and self._link.node != wanted:
             self._disconnect()
         if time.monotonic() < self._retry_at_s:
             raise UnavailableError("the node could not be reached a moment ago")
         try:
-            self._session = self._connect(node)
+            self._session = self._register_with(node)
         finally:
             # From the end of the attempt on: one that has waited in vain must not be followed by the next at once.
             self._retry_at_s = 0.0 if self._session is not None else time.monotonic() + RETRY_S
-        self._attach(self._session.link)
         return self._session
 
-    def _connect(self, node: NodeInfo) -> Session:
-        link = Link(
-            node.address,
-            node.instance,
-            maps=True,
-            connect_s=self._config.connect_s,
-            call_s=self._config.metadata_s,
+    def _register_with(self, node: NodeInfo) -> Session:
+        if self._link is None:
+            self._open(node.address, node.instance)
+        link = self._link
+        assert link is not None, "opened above"
+        if link.node != (node.name, node.epoch):
+            raise UnavailableError("the node was restarted after this job was made")
+        self._check_layout(node.layout)
+        return Session(link, node.namespace, node.layout)
+
+    def _open(self, address: str, instance: str) -> None:
+        """Connect and map the node's memory."""
+        self._link = Link(
+            address, instance, maps=True, connect_s=self._config.connect_s, call_s=self._config.metadata_s
         )
-        try:
-            if link.node != (node.name, node.epoch):
-                raise UnavailableError("the node was restarted after this job was made")
-            self._check_layout(node.layout)
-            return Session(link, node.namespace, node.layout)
-        except HeadwaterError:
-            link.close()
-            raise
+        self._attach(self._link)
 
     def _attach(self, link: Link) -> None:
         memory = link.memory
@@ -296,10 +340,14 @@ class WorkerSide:
             self._prefault_stop.set()
             self._prefault.join()
             self._prefault = None
-        if self._session is not None:
+        self._session = None
+        if self._link is not None:
             self._pages_in_use.detach()
-            self._session.close()
-            self._session = None
+            self._link.close()
+            self._link = None
+        moving, self._moving = self._moving, []
+        for it in moving:
+            self._report(it.queued.job, ok=False)
 
     def _check_layout(self, layout: KVLayout) -> None:
         """Whether this rank's tensors are what the layout says; raises RefusedError naming both values."""
