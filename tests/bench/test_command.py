@@ -2,6 +2,10 @@
 
 import argparse
 import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +80,26 @@ def test_quick_and_repeat(fakes: Fakes, capsys: pytest.CaptureFixture[str]) -> N
     efforts = [(effort.rounds, effort.quick) for _, effort in fakes.asked[::2]]
     assert efforts == [(command.QUICK_ROUNDS, True), (7, True), (9, False)]
     assert "--repeat 9" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_with_all_that_it_has_started(number: int) -> None:
+    command_line = [sys.executable, "-m", "headwater", "bench", "--only", "call/one-core", "--repeat", "100000"]
+    with subprocess.Popen(command_line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as bench:
+        children: set[int] = set()
+        while len(children) < 2 and bench.poll() is None:  # the node and the echo
+            children |= children_of(bench.pid)
+        bench.send_signal(number)
+        assert bench.wait(30) == 130
+    assert len(children) == 2
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
+def children_of(pid: int) -> set[int]:
+    try:
+        return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()))
+    except FileNotFoundError:
+        return set()
 
 
 def test_list_measures_nothing(fakes: Fakes, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,8 @@
 """What every EvictionPolicy must do; subclass it with your own and let pytest collect the subclass.
 
-    class TestMine(EvictionPolicySuite):
-        def policy(self) -> EvictionPolicy:
-            return Mine()
+class TestMine(EvictionPolicySuite):
+    def policy(self) -> EvictionPolicy:
+        return Mine()
 """
 
 from __future__ import annotations

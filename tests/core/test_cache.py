@@ -389,9 +389,7 @@ def usable_tokens(layout: KVLayout, has: list[list[bool]], count: int) -> int:
     """The longest usable prefix by trying every length, token by token."""
     for chunks in range(count, 0, -1):
         end = chunks * layout.chunk_tokens
-        reach = [
-            {HitRule.ALL: end, HitRule.WINDOW: it.window_tokens, HitRule.LAST: 1}[it.rule] for it in layout.groups
-        ]
+        reach = [{HitRule.ALL: end, HitRule.WINDOW: it.window_tokens, HitRule.LAST: 1}[it.rule] for it in layout.groups]
         if all(
             has[number][token // layout.chunk_tokens]
             for number in range(len(layout.groups))

@@ -191,9 +191,7 @@ class CacheMachine(RuleBasedStateMachine):
         start=st.integers(0, 5),
         lacking=st.frozensets(st.tuples(st.integers(0, 1), st.integers(0, 5)), max_size=2),
     )
-    def reserve(
-        self, owner: str, prompt: int, length: int, start: int, lacking: frozenset[tuple[int, int]]
-    ) -> None:
+    def reserve(self, owner: str, prompt: int, length: int, start: int, lacking: frozenset[tuple[int, int]]) -> None:
         start = min(start, len(PROMPTS[prompt]))
         keys = PROMPTS[prompt][start : start + length]
         parent = PROMPTS[prompt][start - 1] if start else None
@@ -217,9 +215,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert (number, key) in before or (number, key) in parts or (number, at) in lacking
         self.writing |= set(parts)
         if parts:
-            self.tickets[got.ticket] = ModelTicket(
-                owner, TicketKind.SAVE, parts, slots, set(shards), self.now + SAVE_S
-            )
+            self.tickets[got.ticket] = ModelTicket(owner, TicketKind.SAVE, parts, slots, set(shards), self.now + SAVE_S)
 
     @rule(data=st.data(), failed=st.sets(st.integers(0, 6), max_size=2))
     def done(self, data: st.DataObject, failed: set[int]) -> None:

@@ -25,7 +25,10 @@ GOLDEN_ROOTS = [
     (PLAIN, "da73103d5e2fb7c994e76bbc6b92a1fad8c1dc5b639913b2efd8981eb965b2f4"),
     (FULL, "6fe1192ce8525e762f593148c0176c7ee1c5cb455cc11b87b5b965dd1a37e3b9"),
     (Namespace("", "", "", "", ""), "2b19b9661a21083b1e4d31a179aa63c20ef5f279c519f3093868ac6c3b92b0c8"),
-    (Namespace("\ud800", "\udc00", "\ud800\udc00", "\U00010000"), "c4a9f53f20b91593e2f9de44a67ed13ce69c03ca41855b891ec240283a18f350"),
+    (
+        Namespace("\ud800", "\udc00", "\ud800\udc00", "\U00010000"),
+        "c4a9f53f20b91593e2f9de44a67ed13ce69c03ca41855b891ec240283a18f350",
+    ),
 ]
 
 GOLDEN_KEYS = [

@@ -60,9 +60,7 @@ def test_parts_are_page_aligned_disjoint_and_fill_the_slot(layout: KVLayout) -> 
         (STAGES, 32, [10_000, 10_000, 6_000, 6_000], 10 * PAGE_BYTES),
     ],
 )
-def test_shapes_of_known_attention_kinds(
-    one: KVGroup, chunk_tokens: int, parts: list[int], slot_bytes: int
-) -> None:
+def test_shapes_of_known_attention_kinds(one: KVGroup, chunk_tokens: int, parts: list[int], slot_bytes: int) -> None:
     layout = KVLayout(chunk_tokens, (one,))
     assert layout.problem() is None
     assert [layout.part_bytes(0, shard) for shard in range(layout.shards)] == parts

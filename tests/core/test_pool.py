@@ -34,8 +34,7 @@ def test_entries_never_overlap_and_a_full_pool_is_really_full(segment_pages: lis
             address = pool.allocate(size, entry)
             used = {pool.slab(it) for it in held}
             room = any(
-                pool.slot_bytes(it) == size
-                and sum(pool.slab(other) == pool.slab(it) for other in held) < SLAB // size
+                pool.slot_bytes(it) == size and sum(pool.slab(other) == pool.slab(it) for other in held) < SLAB // size
                 for it in held
             )
             assert (address is not None) == (room or len(used) < slabs)

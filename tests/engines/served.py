@@ -20,6 +20,7 @@ import pytest
 
 from headwater.config import NodeConfig
 from headwater.core.cache import Cache, Space
+from headwater.node.client import fetch_status
 from headwater.node.driver import Node
 from headwater.node.server import EmbeddedServer
 from tests.engines.harness import Engine, Shape
@@ -84,6 +85,11 @@ class Served:
         finally:
             resumed.set()
             node.handle = handle  # type: ignore[method-assign]
+
+    def move(self, moved_s: float) -> None:
+        """Move the node's clock, and wake it, since it may be waiting for a time that is not to come."""
+        self.clock.moved_s = moved_s
+        fetch_status(self.address, WAIT_S)
 
     @property
     def cache(self) -> Cache:

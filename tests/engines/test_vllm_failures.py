@@ -163,7 +163,7 @@ def test_a_failed_save_behind_held_chunks_is_not_seen(served, mode) -> None:
 
 
 @MODES
-def test_a_bug_in_a_copy_costs_the_cache_not_the_engine(served, mode) -> None:
+def test_a_bug_in_a_copy_costs_the_cache_not_the_engine(served, monkeypatch, mode) -> None:
     first, second = (served.engine(DENSE, mode) for _ in range(2))
     prompt = save(first, words(130))
 
@@ -171,13 +171,12 @@ def test_a_bug_in_a_copy_costs_the_cache_not_the_engine(served, mode) -> None:
         raise ZeroDivisionError("a bug")
 
     intercept(second, "scatter", break_down)
-    with pytest.warns(pytest.PytestUnhandledThreadExceptionWarning) if False else pytest.MonkeyPatch.context() as patch:
-        crashes: list[Any] = []
-        patch.setattr("threading.excepthook", crashes.append)
-        for n, name in enumerate("abc"):
-            second.add(name, prompt, max_tokens=5)
-            second.add(f"{name}2", words(100, n), max_tokens=5)
-        second.run()
+    crashes: list[Any] = []
+    monkeypatch.setattr("threading.excepthook", crashes.append)
+    for n, name in enumerate("abc"):
+        second.add(name, prompt, max_tokens=5)
+        second.add(f"{name}2", words(100, n), max_tokens=5)
+    second.run()
     assert [it.exc_type for it in crashes] == [ZeroDivisionError]
     for n, name in enumerate("abc"):
         assert second.outputs[name] == continuation(prompt, 5)
@@ -196,10 +195,10 @@ def test_a_bug_in_a_copy_costs_the_cache_not_the_engine(served, mode) -> None:
 def test_a_lease_that_is_over_before_the_copy(served, shape, mode) -> None:
     first, second = (served.engine(shape, mode) for _ in range(2))
     prompt = save(first, words(130))
-    served.clock.moved_s = -1000.0  # of the node, whose deadlines have all passed for the engine
+    served.move(-1000.0)  # of the node, whose deadlines have all passed for the engine
     assert ask(second, "a", prompt) == 128
     assert second.computed_tokens["a"] == 130 + 4
-    served.clock.moved_s = 0.0
+    served.move(0.0)
     second.forget()
     assert ask(second, "b", prompt) == 128
     assert second.computed_tokens["b"] == 2 + 4
@@ -215,10 +214,10 @@ def test_a_reader_that_is_slower_than_its_lease(serve, moved_s, mode) -> None:
     gate = Gate(second, "scatter")
     second.add("a", prompt, max_tokens=5)
     if moved_s < 0:
-        served.clock.moved_s = moved_s
+        served.move(moved_s)
     while not gate.entered.is_set():
         second.step()
-    served.clock.moved_s = max(moved_s, 0.0)
+    served.move(max(moved_s, 0.0))
     eventually(lambda: not served.cache.tickets)
     for n in range(4):
         other.add(f"{n}", words(140, 100 + n))
@@ -228,27 +227,28 @@ def test_a_reader_that_is_slower_than_its_lease(serve, moved_s, mode) -> None:
     second.run()
     assert second.outputs["a"] == continuation(prompt, 5)
     assert second.computed_tokens["a"] == 130 + 4
-    served.clock.moved_s = 0.0
+    served.move(0.0)
 
 
 @MODES
 def test_a_save_that_is_late_is_not_seen(served, mode) -> None:
     first, second = (served.engine(DENSE, mode) for _ in range(2))
     prompt = words(130)
-    served.clock.moved_s = -1000.0
+    served.move(-1000.0)
     ask(first, "late before its copy", prompt)
-    served.clock.moved_s = 0.0
+    served.move(0.0)
     first.forget()
     assert ask(second, "a", prompt) == 0
     assert served.space.stored_chunks == 4  # the second engine's
     gate = Gate(first, "gather")
     late = words(130, 2)
     first.add("late during its copy", late, max_tokens=5)
-    while not gate.entered.is_set():
+    while "late during its copy" not in first.finished:
         first.step()
-    served.clock.moved_s = 1000.0
+    gate.reached()
+    served.move(1000.0)
     eventually(lambda: all(it.quarantined for it in served.cache.tickets.values()))
-    served.clock.moved_s = 0.0
+    served.move(0.0)
     gate.open()
     first.run()
     assert ask(second, "b", late) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,7 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
     if suite is None:
         raise ConfigError(f"no suite {arguments.suite!r}; the nearest is {nearest(arguments.suite, SUITES)!r}")
     effort = Effort(_rounds(arguments), arguments.quick, model=arguments.model.resolve())
-    report = measure(suite, select(suite, arguments.only), effort, _options(arguments))
+    wanted = select(suite, arguments.only)
+    # SIGTERM like Ctrl-C: on the way out, the processes that we have started end too.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        report = measure(suite, wanted, effort, _options(arguments))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if arguments.json:
         print(report.json())
     elif arguments.markdown:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -91,18 +92,39 @@ def connect_echo(peer: Peer) -> socket.socket:
 
 @contextmanager
 def _process(command: Sequence[str], settings: Mapping[str, str], directory: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with open(directory / "log", "wb") as log:
-        environment = child_environment(settings)
-        process = subprocess.Popen(list(command), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    process = None
     try:
+        with open(directory / "log", "wb") as log, _uninterrupted():
+            environment = child_environment(settings)
+            process = subprocess.Popen(list(command), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         yield process
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process is not None:
+            _stop(process)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold signals back: one that came between a process's start and the knowledge of it would leave it behind."""
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda caught, _: came.append(caught)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    for caught in came:
+        signal.raise_signal(caught)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _answers(address: str) -> bool:

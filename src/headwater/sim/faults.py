@@ -52,7 +52,7 @@ def draw_faults(rng: random.Random) -> Faults:
         write_is_slow=sometimes(0.05),
         read_is_slow=sometimes(0.25),
         message_is_late=sometimes(0.05),
-        message_repeats=sometimes(0.2),
+        message_repeats=sometimes(0.3),
         cancels=sometimes(0.4),
         changes_of_mind=sometimes(0.1),
         kills=sometimes(0.1),

@@ -103,9 +103,7 @@ class Worker:
 class Request:
     """One request's life: look up, load, compute, save what was computed."""
 
-    def __init__(
-        self, instance: Instance, tokens: list[int], answer: list[int], *, at_once: bool = False
-    ) -> None:
+    def __init__(self, instance: Instance, tokens: list[int], answer: list[int], *, at_once: bool = False) -> None:
         self.instance, self.tokens = instance, tokens
         self._answer, self._at_once, self._world = answer, at_once, instance.world
         self._life = self._live()
@@ -147,7 +145,7 @@ class Request:
         wanted = chain.keys[: (len(self.tokens) - 1) // CHUNK_TOKENS]
         hit = 0
         for attempt in range(self._world.rng.choice((1, 1, 2, 3))):
-            hit = yield self._ask("match", lambda counts=not attempt: self.instance.match(wanted, counts=counts))
+            hit = yield self._match(wanted, counts=not attempt)
         local = self._world.rng.randrange(hit + 1) if self._world.rng.random() < 0.4 else 0
         have = (yield from self._load(wanted, local)) if hit > local else local
         # Sometimes it offers everything, also what is held already.
@@ -164,9 +162,7 @@ class Request:
         if not found.ticket:
             return local
         self._loading = found.ticket
-        failed: set[int] = yield lambda resume: self._jobs.extend(
-            self.instance.read(found, keys, local, resume)
-        )
+        failed: set[int] = yield lambda resume: self._jobs.extend(self.instance.read(found, keys, local, resume))
         self._loading = 0
         # Several groups stand or fall together: which chunks a shorter prefix needs is not what was loaded.
         first_bad = min(failed, default=found.chunks)
@@ -178,15 +174,19 @@ class Request:
             yield self._world.sleep(self.instance.scheduler)
             end = len(chain.keys) if self._at_once else start + self._world.rng.randrange(1, 4)
             keys, parent = chain.keys[start:end], chain.keys[start - 1] if start else None
-            lacking = self.instance.lacking(len(keys))
-            granted: Reservation = yield self._ask(
-                "reserve", lambda: self.instance.reserve(parent, keys, lacking)
-            )
+            granted: Reservation = yield self._reserve(parent, keys)
             if granted.ticket and self._world.changes_its_mind():
                 self.instance.release(granted.ticket)
             elif granted.ticket:
                 self._jobs.extend(self.instance.write(granted, keys))
             start += len(keys)
+
+    def _match(self, keys: list[ChunkKey], *, counts: bool) -> Wait:
+        return self._ask("match", lambda: self.instance.match(keys, counts=counts))
+
+    def _reserve(self, parent: ChunkKey | None, keys: list[ChunkKey]) -> Wait:
+        lacking = self.instance.lacking(len(keys))
+        return self._ask("reserve", lambda: self.instance.reserve(parent, keys, lacking))
 
     def _ask(self, verb: str, call: Callable[[], Any]) -> Wait:
         """One call to the node; a grant that comes too late for this request is given back."""

@@ -14,22 +14,17 @@ class Part:
     key: ChunkKey
     group: int
     shard: int
-    address: int
-    size_bytes: int
-
-    @property
-    def pages(self) -> range:
-        """The pages that the part covers."""
-        return range(self.address // PAGE_BYTES, (self.address + self.size_bytes) // PAGE_BYTES)
+    pages: range
 
     def __str__(self) -> str:
-        return f"{self.key.hex()[:6]}.{self.group}.{self.shard}@{self.address // PAGE_BYTES:x}"
+        return f"{self.key.hex()[:6]}.{self.group}.{self.shard}@{self.pages.start:x}"
 
 
 def part_of(layout: KVLayout, key: ChunkKey, group: int, shard: int, slot: int) -> Part:
     """A shard's part of the chunk whose slot starts at `slot`."""
-    size = align(layout.part_bytes(group, shard))
-    return Part(key, group, shard, slot + layout.part_offset(group, shard), size)
+    start = slot + layout.part_offset(group, shard)
+    end = start + align(layout.part_bytes(group, shard))
+    return Part(key, group, shard, range(start // PAGE_BYTES, end // PAGE_BYTES))
 
 
 Content = tuple[ChunkKey, int, int, int]

@@ -15,9 +15,7 @@ from headwater.types import ChunkKey, Loadable, Reservation
 class SimulatedNode:
     """Drives a cache as the real node does: one call at a time, and `expire` now and then."""
 
-    def __init__(
-        self, cache: Cache, oracle: Oracle, schedule: Schedule, rng: random.Random, faults: Faults
-    ) -> None:
+    def __init__(self, cache: Cache, oracle: Oracle, schedule: Schedule, rng: random.Random, faults: Faults) -> None:
         self.cache, self.oracle = cache, oracle
         self._schedule, self._rng, self._faults = schedule, rng, faults
         self._plan_tick()
@@ -37,9 +35,7 @@ class SimulatedNode:
         self._schedule.note(f"{owner} match {_named(keys)} -> {hit}")
         return hit
 
-    def load(
-        self, owner: str, space: int, keys: Sequence[ChunkKey], first: int, ranks: Collection[int]
-    ) -> Loadable:
+    def load(self, owner: str, space: int, keys: Sequence[ChunkKey], first: int, ranks: Collection[int]) -> Loadable:
         """See `Cache.load`."""
         found = self.cache.load(owner, space, keys, first, ranks, self.now)
         self.oracle.judge_load(owner, space, keys, first, found)

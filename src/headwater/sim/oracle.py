@@ -32,18 +32,17 @@ class Oracle:
 
     def __init__(self, cache: Cache, memory: Memory) -> None:
         self._cache, self._memory = cache, memory
-        self._announced: list[list[set[ChunkKey]]] = [
-            [set() for _ in space.layout.groups] for space in cache.spaces
-        ]
+        self._announced: list[list[set[ChunkKey]]] = [[set() for _ in space.layout.groups] for space in cache.spaces]
         self._held_bytes = [0] * len(cache.spaces)
         self._asked = [0] * len(cache.spaces)
         self._hit = [0] * len(cache.spaces)
         # Who may still touch a page: its one writer, and its readers with their deadlines, by ticket.
         self._writing: dict[int, tuple[str, int]] = {}
         self._reading: dict[int, dict[int, tuple[str, float]]] = {}
+        self._known_parts: dict[tuple[int, int, ChunkKey, int], list[Part]] = {}
         self._deadlines: dict[int, float] = {}
         self._above: dict[ChunkKey, ChunkKey] = {}  # the chunk before a chunk, as prompts had it
-        self.reads = 0
+        self.reads = self.evicted = 0
 
     # ---- the node's answers ---------------------------------------------------------------------------
 
@@ -77,9 +76,7 @@ class Oracle:
                     for page in part.pages:
                         self._reading.setdefault(page, {})[found.ticket] = owner, found.deadline_s
 
-    def judge_reserve(
-        self, owner: str, space: int, keys: Sequence[ChunkKey], granted: Reservation, now: float
-    ) -> None:
+    def judge_reserve(self, owner: str, space: int, keys: Sequence[ChunkKey], granted: Reservation, now: float) -> None:
         """No slot is given away that somebody may still write to or rely on."""
         self._deadlines[granted.ticket] = granted.deadline_s
         for group, places in enumerate(granted.addresses):
@@ -138,8 +135,8 @@ class Oracle:
                 _must(ready.keys() == self._announced[number][group], "announced and readable chunks differ")
                 for key, row in ready.items():
                     for part in self._parts(number, group, key, cache.entries.address[row]):
-                        flaw = self._memory.flaw(part)
-                        _must(flaw is None, f"a readable chunk is not what it says: {flaw}")
+                        if flaw := self._memory.flaw(part):
+                            raise Violation(f"a readable chunk is not what it says: {flaw}")
             _must(space.held_bytes == self._held_bytes[number], "stored - evicted - deleted is not what is held")
             _must(space.lookup_tokens == self._asked[number], "lookups are not counted right")
             _must(space.hit_tokens == self._hit[number], "hits are not counted right")
@@ -160,9 +157,11 @@ class Oracle:
         main = space.index[full[0]]
         for index in space.index:
             for key in index:
-                _must(key in main, f"{key.hex()[:6]} has a companion and is not there itself")
+                if key not in main:
+                    raise Violation(f"{key.hex()[:6]} has a companion and is not there itself")
                 before = self._above.get(key)
-                _must(before is None or before in main, f"{key.hex()[:6]} is there without the chunk before it")
+                if before is not None and before not in main:
+                    raise Violation(f"{key.hex()[:6]} is there without the chunk before it")
 
     def _hear(self) -> int:
         """Take the announcements in; how many replicas were stored."""
@@ -178,13 +177,19 @@ class Oracle:
                 _must(keys <= held, "the removal of something was announced that never was")
                 held -= keys
                 self._held_bytes[change.namespace] -= change.size_bytes
+                self.evicted += len(keys) if change.reason == "evicted" else 0
         return stored
 
     # ---- inside ---------------------------------------------------------------------------------------
 
     def _parts(self, space: int, group: int, key: ChunkKey, slot: int) -> list[Part]:
-        layout = self._cache.spaces[space].layout
-        return [part_of(layout, key, group, shard, slot) for shard in range(layout.shards)]
+        place = (space, group, key, slot)
+        parts = self._known_parts.get(place)
+        if parts is None:
+            layout = self._cache.spaces[space].layout
+            parts = [part_of(layout, key, group, shard, slot) for shard in range(layout.shards)]
+            self._known_parts[place] = parts
+        return parts
 
     def _claim(self, part: Part, owner: str, ticket: int, now: float) -> None:
         for page in part.pages:

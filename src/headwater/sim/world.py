@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from headwater.core.cache import Cache
@@ -21,7 +22,7 @@ from headwater.sim.schedule import Process, Schedule, VirtualClock
 from headwater.sim.workload import Conversations, Model, draw_plan
 from headwater.types import KEY_BYTES, PAGE_BYTES, ChunkKey, TicketKind
 
-__all__ = ["Outcome", "SimulationError", "VirtualClock", "World", "simulate"]
+__all__ = ["Outcome", "SimulationError", "VirtualClock", "World"]
 
 # Short against what slow copies and pauses take, so that deadlines matter.
 LOAD_S, SAVE_S = 1.5, 3.0
@@ -51,6 +52,8 @@ class Outcome:
     lookup_tokens: int
     hit_tokens: int
     reads: int
+    stored: int
+    evicted: int
     expired: int
     log_sha256: str
 
@@ -109,9 +112,7 @@ class World:
 
     def sleep(self, process: Process) -> Wait:
         """Wait for as long as a step of computing takes."""
-        return lambda resume: self.schedule.after(
-            self.rng.uniform(0.01, 0.3), "", lambda: resume(None), process
-        )
+        return lambda resume: self.schedule.after(self.rng.uniform(0.01, 0.3), "", lambda: resume(None), process)
 
     def ask(self, instance: Instance, verb: str, call: Callable[[], Any], resume: Resume) -> None:
         """A call from a scheduler to the node and its answer back."""
@@ -138,7 +139,8 @@ class World:
 
         self.tell(owner, "", arrive)
         if self.rng.random() < self.faults.message_repeats:
-            self.schedule.after(self.rng.uniform(0.0, 2.0), "", lambda: self.tell(owner, "", arrive))
+            delay_s = self.rng.choice((0.0, self.rng.uniform(0.0, 2.0)))
+            self.schedule.after(delay_s, "", lambda: self.tell(owner, "", arrive))
 
     # ---- the story ------------------------------------------------------------------------------------
 
@@ -156,6 +158,8 @@ class World:
             sum(it.lookup_tokens for it in spaces),
             sum(it.hit_tokens for it in spaces),
             self.oracle.reads,
+            sum(it.stored_chunks for it in spaces),
+            self.oracle.evicted,
             self.cache.expired_loads + self.cache.expired_saves,
             hashlib.sha256("\n".join(self.schedule.log).encode()).hexdigest(),
         )
@@ -232,7 +236,7 @@ class World:
         for worker in instance.workers:
             dies_s = self.rng.choice((0.0, self.rng.uniform(0.0, 1.0), self.rng.uniform(0.0, 8.0)))
             last_s = max(last_s, dies_s)
-            self.schedule.after(dies_s, f"{worker.process.name} dies", lambda it=worker: self._die(it.process))
+            self.schedule.after(dies_s, f"{worker.process.name} dies", partial(self._die, worker.process))
         self.scheduler_died(instance)
         self.schedule.after(last_s + self.message_s(), "", lambda: self._all_died(instance))
 
@@ -268,8 +272,3 @@ class World:
             self.oracle.judge_foreign(self.node.done("stranger", ticket, self.rng.randrange(3), ()))
         else:
             self.oracle.judge_foreign(self.node.release("stranger", ticket))
-
-
-def simulate(seed: int) -> Outcome:
-    """Play one seed with the real core."""
-    return World(seed).play()
