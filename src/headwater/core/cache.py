@@ -74,6 +74,7 @@ class Space:
     index: list[dict[ChunkKey, int]] = field(init=False)
     main: int | None = field(init=False)
     order: tuple[int, ...] = field(init=False)
+    companions: tuple[int, ...] = field(init=False)
     slot_bytes: tuple[int, ...] = field(init=False)
     lookup_tokens: int = 0
     hit_tokens: int = 0
@@ -87,7 +88,8 @@ class Space:
         groups = range(len(self.layout.groups))
         self.index = [{} for _ in groups]
         self.main = main_group(self.layout)
-        self.order = (*(() if self.main is None else (self.main,)), *companions(self.layout))
+        self.companions = companions(self.layout)
+        self.order = (*(() if self.main is None else (self.main,)), *self.companions)
         self.slot_bytes = tuple(self.layout.slot_bytes(group) for group in groups)
 
     @property
@@ -142,7 +144,7 @@ class Cache:
                 if row is None or state[row] != ready:
                     limit = position
                     break
-        others = companions(it.layout)
+        others = it.companions
         if not others or not limit:
             return limit
         present = {group: [self._ready(it, group, key) for key in keys[:limit]] for group in others}

@@ -124,7 +124,7 @@ class Link:
 
     # ---- inside ---------------------------------------------------------------------------------------
 
-    def _exchange(self, frame: bytearray, call_s: float) -> Reply:
+    def _exchange(self, frame: bytes, call_s: float) -> Reply:
         if call_s != self._deadline_s:
             _set_deadline(self._socket, call_s)
             self._deadline_s = call_s

@@ -9,6 +9,7 @@ memory any more.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterable
 
@@ -24,7 +25,7 @@ ADDRESSES_MAX = FRAME_BYTES_MAX // 8 - 4096
 HEADER_BYTES = 4
 
 
-class Message(msgspec.Struct, array_like=True):
+class Message(msgspec.Struct, array_like=True, gc=False):
     """The base of all messages."""
 
 
@@ -175,22 +176,21 @@ Reply = Welcome | Registered | Matched | Contained | Loaded | Reserved | Ended |
 UNDECODABLE = (msgspec.DecodeError, msgspec.ValidationError, OverflowError, UnicodeError, RecursionError)
 """What msgspec raises for bytes that are not a message; the last for arrays nested without end."""
 
+_header = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def encode(message: Message) -> bytearray:
+def encode(message: Message) -> bytes:
     """A message as one frame."""
-    frame = bytearray(HEADER_BYTES)
-    _encoder.encode_into(message, frame, HEADER_BYTES)
-    frame[:HEADER_BYTES] = (len(frame) - HEADER_BYTES).to_bytes(HEADER_BYTES, "little")
-    return frame
+    body = _encoder.encode(message)
+    return _header.pack(len(body)) + body
 
 
 def body_bytes(header: bytes | bytearray | memoryview) -> int:
     """The length of the body that a header announces; raises ProtocolError above the limit."""
-    length = int.from_bytes(header[:HEADER_BYTES], "little")
+    length: int = _header.unpack_from(header)[0]
     if length > FRAME_BYTES_MAX:
         raise ProtocolError(f"frame of {length} bytes announced, at most {FRAME_BYTES_MAX} are allowed")
     return length
