@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from headwater.node.driver import MonotonicClock
 from headwater.ports import Clock
-from headwater.sim.world import VirtualClock
-from tests.conformance.clock import ClockSuite
+from headwater.sim.schedule import VirtualClock
+from tests.conformance.clock import ClockSuite, HostClockSuite
 
 
-class TestMonotonicClock(ClockSuite):
+class TestMonotonicClock(HostClockSuite):
     def clock(self) -> Clock:
         return MonotonicClock()
 
@@ -19,8 +19,6 @@ class TestMonotonicClock(ClockSuite):
 
 
 class TestVirtualClock(ClockSuite):
-    host_wide = False
-
     def clock(self) -> Clock:
         return VirtualClock()
 

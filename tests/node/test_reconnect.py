@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +15,21 @@ import pytest
 
 from headwater.config import NodeConfig
 from headwater.errors import HeadwaterError, RefusedError, UnavailableError
+from headwater.node.address import Listener
 from headwater.node.client import Link, Session, Supervisor
-from headwater.node.messages import Match, Matched, Register, Registered, Status, StatusReply
+from headwater.node.messages import (
+    PROTOCOL,
+    Match,
+    Matched,
+    Message,
+    Register,
+    Registered,
+    Status,
+    StatusReply,
+    Welcome,
+    encode,
+)
+from headwater.node.server import Session as ServerSession
 from tests.node.conftest import Rig, descriptors, eventually
 from tests.node.peers import LAYOUT, ForkServer, Peer, keys, namespace, save, serve
 
@@ -96,13 +109,13 @@ def test_so_does_a_call_whose_reply_comes_drop_by_drop(rig: Rig, monkeypatch: py
     link = rig.link("a", call_s=CALL_S)
     enough = threading.Event()
 
-    def drip(session, message) -> None:
+    def drip(session: ServerSession, message: Message) -> None:
         def run() -> None:
-            for _ in range(100):
+            for byte in (1000).to_bytes(4, "little") + bytes(1000):
                 if enough.wait(CALL_S / 3):
                     return
                 with suppress(BrokenPipeError):  # it has had enough
-                    session.socket.send(b"\x01")
+                    session.socket.send(bytes([byte]))
 
         monkeypatch.undo()
         drips.append(threading.Thread(target=run))
@@ -113,6 +126,32 @@ def test_so_does_a_call_whose_reply_comes_drop_by_drop(rig: Rig, monkeypatch: py
     spent_s = fails_in(lambda: link.call(Status(), StatusReply), HeadwaterError)
     enough.set()
     drips[0].join()
+    assert spent_s < CALL_S + LATE_S
+
+
+def test_time_spent_on_sending_is_not_there_for_receiving(address: str) -> None:
+    """A node that takes a large request late, and then says nothing."""
+    listener = Listener(address)
+    listener.socket.setblocking(True)
+    late, over = threading.Event(), threading.Event()
+
+    def run() -> None:
+        accepted, _ = listener.socket.accept()
+        with accepted:
+            accepted.recv(1 << 16)
+            accepted.sendall(encode(Welcome(PROTOCOL, "x", "fake", 1, ())))
+            late.wait(CALL_S * 0.8)
+            accepted.recv(1 << 21, socket.MSG_WAITALL)
+            over.wait(5)
+
+    node = threading.Thread(target=run)
+    node.start()
+    link = Link(address, "a", maps=False, connect_s=5, call_s=CALL_S)
+    spent_s = fails_in(lambda: link.call(Match(0, bytes(16 * 65_536), False), Matched))
+    over.set()
+    link.close()
+    node.join()
+    listener.close()
     assert spent_s < CALL_S + LATE_S
 
 
@@ -321,8 +360,10 @@ def test_back_off_grows_is_jittered_and_bounded(address: str, monkeypatch: pytes
 
 
 def test_closing_a_supervisor_ends_its_thread_and_its_session(rig: Rig) -> None:
-    before = (descriptors(), threading.active_count(), os.getpid())
+    before, threads = descriptors(), threading.active_count()
     supervisor = Supervisor(lambda: session_at(rig.address), lambda error: None)
+    assert threading.active_count() == threads + 1
     supervisor.close()
-    eventually(lambda: (descriptors(), threading.active_count(), os.getpid()) == before)
+    assert threading.active_count() == threads
+    eventually(lambda: descriptors() == before)
     assert supervisor.session is None

@@ -377,7 +377,7 @@ class EagerInstance(Instance):
 
     def write(self, granted: Reservation, keys: list[ChunkKey]) -> list[Job]:
         jobs = super().write(granted, keys)
-        if self.world.rng.random() < 0.3:
+        if self.host.rng.random() < 0.3:
             self.release(granted.ticket)
         return jobs
 

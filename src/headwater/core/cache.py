@@ -82,6 +82,8 @@ class Space:
     evicted_bytes: int = 0
     deleted_bytes: int = 0
     stored_chunks: int = 0
+    evicted_chunks: int = 0
+    deleted_chunks: int = 0
     failed_chunks: int = 0
 
     def __post_init__(self) -> None:
@@ -420,8 +422,10 @@ class Cache:
         size = space.slot_bytes[group]
         if reason == "evicted":
             space.evicted_bytes += size
+            space.evicted_chunks += 1
         else:
             space.deleted_bytes += size
+            space.deleted_chunks += 1
         self._changes.append(Removed(entries.space[row], group, (key,), Tier.HOST, size, reason))
         self._hide(row)
         self._drop(row)

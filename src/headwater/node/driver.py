@@ -9,8 +9,10 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import lru_cache
 
 import msgspec
 
@@ -47,7 +49,7 @@ from headwater.node.messages import (
 )
 from headwater.ports import Clock
 from headwater.tiers.host import MappedMemory, create_memory
-from headwater.types import KEY_BYTES, ChunkKey, KVLayout, Namespace, split_keys
+from headwater.types import KEY_BYTES, ChunkKey, KVLayout, Namespace, TicketKind, split_keys
 from headwater.version import VERSION
 
 SPACES_MAX = 4096
@@ -66,12 +68,6 @@ class MonotonicClock:
         return time.monotonic()
 
 
-def slab_bytes(config: NodeConfig) -> int:
-    """The configured slab size, or the default for this much memory."""
-    chosen = config.slab or min(256 << 20, max(config.host_memory // 8, 16 << 20))
-    return min(chosen, config.host_memory) // 4096 * 4096
-
-
 class Node:
     """A host's KV cache: memory, the core that rules it, and who registered what."""
 
@@ -83,7 +79,7 @@ class Node:
         self.epoch = time.time_ns()
         size = config.host_memory // 4096 * 4096
         self.memory: MappedMemory = create_memory(size, config.backing, lock=config.lock_memory)
-        pool = Pool(self.memory.sizes, slab_bytes(config))
+        pool = Pool(self.memory.sizes, config.slab_bytes)
         self.cache = Cache(pool, POLICIES[config.eviction](), config.load_lease_s, config.save_lease_s, self.epoch)
         self.started_s = self.clock.now()
         self.draining = False
@@ -273,11 +269,15 @@ class Node:
     def _fault_in(self) -> None:
         self.prefaulted_bytes = self.memory.prefault(self._stop)
 
-    def status(self) -> dict[str, object]:
-        """The node's state for people and programs: JSON-able, without keys, salts or tokens."""
+    def status(self, spaces: int = SPACES_SHOWN) -> dict[str, object]:
+        """The state for people and programs, with at most so many namespaces: JSON-able, no keys, salts or tokens."""
         cache = self.cache
         pool = cache.pool
-        kinds = [ticket.kind.value for ticket in list(cache.tickets.values())]
+        tickets = list(cache.tickets.values())
+        kinds = [ticket.kind for ticket in tickets]
+        leased = [row for ticket in tickets if ticket.kind is TicketKind.LOAD for row in ticket.rows]
+        leases = Counter(cache.entries.space[row] for row in leased)
+        late = [row for ticket in tickets if ticket.quarantined for row in ticket.rows]
         return {
             "node": self.name,
             "version": VERSION,
@@ -291,25 +291,34 @@ class Node:
                 "taken_bytes": pool.taken_bytes,
                 "slab_bytes": pool.slab_bytes,
                 "prefaulted_bytes": self.prefaulted_bytes,
+                "quarantined_bytes": sum(pool.slot_bytes(cache.entries.address[row]) for row in late),
             },
-            "tickets": {"load": kinds.count("load"), "save": kinds.count("save")},
+            "instances": len(self._instances),
+            "tickets": {kind.value: kinds.count(kind) for kind in TicketKind},
             "expired": {"load": cache.expired_loads, "save": cache.expired_saves},
             "unknown_tickets": cache.unknown_tickets,
             "refused": self.refused,
-            "namespaces": [_space_status(space) for space in _shown(cache.spaces)],
+            "namespaces": [_space_status(cache.spaces[it], leases[it]) for it in _shown(cache.spaces, spaces)],
         }
 
 
-def _shown(spaces: Sequence[Space]) -> list[Space]:
-    """As many namespaces as fit into a reply: those that hold most."""
-    if len(spaces) <= SPACES_SHOWN:
-        return list(spaces)
-    return sorted(spaces, key=lambda space: space.held_bytes, reverse=True)[:SPACES_SHOWN]
+def _shown(spaces: Sequence[Space], most: int) -> list[int]:
+    """At most so many namespaces: those that hold most."""
+    if len(spaces) <= most:
+        return list(range(len(spaces)))
+    return sorted(range(len(spaces)), key=lambda number: spaces[number].held_bytes, reverse=True)[:most]
 
 
-def _space_status(space: Space) -> dict[str, object]:
+@lru_cache(maxsize=SPACES_MAX)
+def _public_name(namespace: Namespace) -> str:
+    """A short name that namespaces share which differ only in who asks."""
+    return replace(namespace, adapter="", tenant="", salt="").root().hex()[:12]
+
+
+def _space_status(space: Space, leases: int) -> dict[str, object]:
     namespace = space.namespace
     return {
+        "namespace": _public_name(namespace),
         "model": namespace.model,
         "kv_dtype": namespace.kv_dtype,
         "layout": namespace.layout,
@@ -323,7 +332,11 @@ def _space_status(space: Space) -> dict[str, object]:
         "stored_bytes": space.stored_bytes,
         "evicted_bytes": space.evicted_bytes,
         "deleted_bytes": space.deleted_bytes,
+        "held_chunks": space.stored_chunks - space.evicted_chunks - space.deleted_chunks,
         "stored_chunks": space.stored_chunks,
+        "evicted_chunks": space.evicted_chunks,
+        "deleted_chunks": space.deleted_chunks,
+        "leases": leases,
         "failed_chunks": space.failed_chunks,
         "lookup_tokens": space.lookup_tokens,
         "hit_tokens": space.hit_tokens,

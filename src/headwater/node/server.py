@@ -21,12 +21,27 @@ import os
 import select
 import socket
 import threading
+from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+
+import msgspec
 
 from headwater.errors import ProtocolError, RefusedError
 from headwater.node.address import Listener
-from headwater.node.driver import Node
-from headwater.node.messages import HEADER_BYTES, Hello, Message, Refused, body_bytes, decode_request, encode
+from headwater.node.driver import SPACES_MAX, SPACES_SHOWN, Node
+from headwater.node.latency import Latency
+from headwater.node.messages import (
+    HEADER_BYTES,
+    Hello,
+    Message,
+    Refused,
+    Status,
+    StatusReply,
+    body_bytes,
+    decode_request,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +75,10 @@ class Server:
         self.node = node
         self.listener = Listener(address or node.config.socket)
         self.protocol_errors = 0
-        self.calls: dict[str, int] = {}
-        self.call_seconds: dict[str, float] = {}
+        self.turned_away = 0
+        self.latencies: dict[str, Latency] = {}
+        self._asked: deque[Future[dict[str, object]]] = deque()
+        self._ended = False
         self._sessions: dict[int, Session] = {}
         self._lifelines: dict[int, str] = {}
         self._alive: dict[str, int] = {}
@@ -89,10 +106,31 @@ class Server:
         `node.drain_s`. May be called from a signal handler or another thread, and again."""
         # No lock: a second signal may interrupt the handler of the first right here.
         self._stopping = True
-        try:
-            self._wake_write.send(b"x")
-        except OSError:  # it is awake already, or it has ended
-            return
+        self._wake()
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Calls that were answered, by verb."""
+        return {verb: sum(it.counts) for verb, it in self.latencies.items()}
+
+    def ask(self) -> Future[dict[str, object]]:
+        """The state, read by the loop between two requests, for other threads; cancelled once the server has ended."""
+        asked: Future[dict[str, object]] = Future()
+        self._asked.append(asked)
+        self._wake()
+        if self._ended:
+            self._cancel_asked()
+        return asked
+
+    def status(self, spaces: int = SPACES_SHOWN) -> dict[str, object]:
+        """The node's state and the door's: JSON-able, without keys, salts or tokens. For the loop's thread."""
+        calls = {verb: {"counts": it.counts.copy(), "sum_s": it.sum_s} for verb, it in self.latencies.items()}
+        return self.node.status(spaces) | {
+            "sessions": len(self._sessions),
+            "turned_away": self.turned_away,
+            "protocol_errors": self.protocol_errors,
+            "calls": calls,
+        }
 
     def serve_forever(self) -> None:
         """Serve until stopped; then close all and free the node's memory."""
@@ -136,6 +174,7 @@ class Server:
             self._end_lifeline(descriptor)
         elif descriptor == self._wake_read.fileno():
             self._wake_read.recv(64)
+            self._answer()
 
     def _accept(self) -> None:
         try:
@@ -147,6 +186,7 @@ class Server:
             self._epoll.modify(self.listener.socket.fileno(), 0)
             return
         if len(self._sessions) >= self.node.config.max_sessions:
+            self.turned_away += 1
             log.warning("connection refused: node.max_sessions=%d reached", self.node.config.max_sessions)
             accepted.close()
             return
@@ -223,11 +263,15 @@ class Server:
             if not session.instance:
                 raise ProtocolError("the first message must be Hello")
             started_s = self.node.clock.now()
-            reply: Message = self.node.handle(session.instance, request)
+            reply: Message
+            if isinstance(request, Status):
+                reply = StatusReply(msgspec.json.encode(self.status()))
+            else:
+                reply = self.node.handle(session.instance, request)
             verb = type(request).__name__
-            self.calls[verb] = self.calls.get(verb, 0) + 1
-            spent_s = self.node.clock.now() - started_s
-            self.call_seconds[verb] = self.call_seconds.get(verb, 0.0) + spent_s
+            if verb not in self.latencies:
+                self.latencies[verb] = Latency()
+            self.latencies[verb].add(self.node.clock.now() - started_s)
         except RefusedError as error:
             self.node.refused += 1
             texts = (error.field, error.expected, error.given, error.remedy)
@@ -294,6 +338,25 @@ class Server:
         if events != session.events:
             session.events = events
             self._epoll.modify(session.socket.fileno(), events)
+
+    def _wake(self) -> None:
+        try:
+            self._wake_write.send(b"x")
+        except OSError:  # it is awake already, or it has ended
+            return
+
+    def _answer(self) -> None:
+        while self._asked:
+            asked = self._asked.popleft()
+            if asked.set_running_or_notify_cancel():
+                asked.set_result(self.status(SPACES_MAX))
+
+    def _cancel_asked(self) -> None:
+        while self._asked:
+            try:
+                self._asked.popleft().cancel()
+            except IndexError:  # two threads cancel at once
+                return
 
     # ---- ends -----------------------------------------------------------------------------------------
 
@@ -363,6 +426,8 @@ class Server:
         self.listener.close()
         self._wake_read.close()
         self._wake_write.close()
+        self._ended = True
+        self._cancel_asked()
         self.node.close()
 
 

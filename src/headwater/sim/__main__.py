@@ -10,9 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.console import Console
-from rich.progress import track
-
 from headwater.sim.world import Outcome, SimulationError, World
 
 
@@ -49,20 +46,18 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> dict[str, object]:
 
 def play_all(seeds: range, *, as_json: bool) -> int:
     """Play many seeds and write what came of them; stops at the first that is wrong; the exit status."""
-    console = Console(stderr=True)
     start_s = time.monotonic()
-    outcomes = []
-    for seed in track(seeds, "playing seeds", console=console, disable=not console.is_terminal):
+    outcomes: list[Outcome] = []
+    for seed in seeds:
         try:
             outcomes.append(World(seed).play())
         except SimulationError as error:
-            console.print(f"WRONG: {error}", markup=False, highlight=False)
+            sys.stderr.write(f"WRONG: {error}\n")
             return 1
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{len(outcomes)} of {len(seeds)} seeds")
     sums = summary(outcomes, time.monotonic() - start_s)
-    if as_json:
-        sys.stdout.write(json.dumps(sums) + "\n")
-    else:
-        Console().print(f"fine: {sums}", markup=False)
+    sys.stdout.write(json.dumps(sums) + "\n" if as_json else f"\rfine: {sums}\n")
     return 0
 
 

@@ -11,20 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headwater.core.hashing import KeyChain
+from headwater.sim.host import Host, Resume, Wait
 from headwater.sim.memory import Part, part_of
 from headwater.sim.schedule import Process
 from headwater.sim.workload import CHUNK_TOKENS, Model
 from headwater.types import ABSENT, ChunkKey, Loadable, Reservation, TicketKind
-
-if TYPE_CHECKING:
-    from headwater.sim.world import World
-
-Resume = Callable[[Any], None]
-Wait = Callable[[Resume], None]
-"""Something to wait for: called once with what to call when it is there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,10 +38,10 @@ class Job:
 class Worker:
     """One rank: copies for one load and for one save at a time, in the order in which they came."""
 
-    def __init__(self, world: World, owner: str, rank: int) -> None:
+    def __init__(self, host: Host, owner: str, rank: int) -> None:
         self.process = Process(f"{owner}/{rank}")
         self.rank = rank
-        self._world, self._owner = world, owner
+        self._host, self._owner = host, owner
         self._lanes: dict[TicketKind, deque[Job]] = {kind: deque() for kind in TicketKind}
 
     def post(self, job: Job) -> None:
@@ -67,34 +61,32 @@ class Worker:
         part = job.parts[at]
         flaw = None
         if job.kind is TicketKind.SAVE:
-            self._world.memory.begin_write(part, f"{self.process.name} for #{job.ticket}")
+            self._host.memory.begin_write(part, f"{self.process.name} for #{job.ticket}")
         else:
-            flaw = self._world.memory.flaw(part)
+            flaw = self._host.memory.flaw(part)
         what = f"{self.process.name} {job.kind.value}s {part} for #{job.ticket}"
-        self._world.schedule.after(
-            self._world.copy_s(job.kind), what, lambda: self._copied(job, at, flaw), self.process
-        )
+        self._host.schedule.after(self._host.copy_s(job.kind), what, lambda: self._copied(job, at, flaw), self.process)
 
     def _copied(self, job: Job, at: int, flaw: str | None) -> None:
         part = job.parts[at]
-        if self._world.copy_fails():
+        if self._host.copy_fails():
             job.failed.add(job.positions[at])
         elif job.kind is TicketKind.SAVE:
-            self._world.memory.end_write(part)
+            self._host.memory.end_write(part)
         elif job.stop or not self.is_in_time(job):
             job.failed.add(job.positions[at])
         else:
-            self._world.oracle.judge_read(part, (flaw, self._world.memory.flaw(part)))
+            self._host.oracle.judge_read(part, (flaw, self._host.memory.flaw(part)))
         self._copy(job, at + 1)
 
     def is_in_time(self, job: Job) -> bool:
         """Whether it is worth beginning, and, for a reader after its copy, whether the bytes count."""
-        return self._world.now < job.deadline_s
+        return self._host.now < job.deadline_s
 
     def _end(self, job: Job) -> None:
         lane = self._lanes[job.kind]
         lane.popleft()
-        self._world.worker_is_done(self._owner, job.ticket, self.rank, frozenset(job.failed))
+        self._host.worker_is_done(self._owner, job.ticket, self.rank, frozenset(job.failed))
         job.report(job.failed)
         if lane:
             self._copy(lane[0], 0)
@@ -105,7 +97,7 @@ class Request:
 
     def __init__(self, instance: Instance, tokens: list[int], answer: list[int], *, at_once: bool = False) -> None:
         self.instance, self.tokens = instance, tokens
-        self._answer, self._at_once, self._world = answer, at_once, instance.world
+        self._answer, self._at_once, self._host = answer, at_once, instance.host
         self._life = self._live()
         self._open = True
         self._loading = 0
@@ -123,7 +115,7 @@ class Request:
         self._life.close()
         if self._loading:
             self.instance.release(self._loading)
-        stops_saves = self._world.rng.random() < 0.5
+        stops_saves = self._host.rng.random() < 0.5
         for job in self._jobs:
             # What is read for a request that is gone is read for nobody, so its lease may end at once.
             job.stop = stops_saves or job.kind is TicketKind.LOAD
@@ -144,17 +136,17 @@ class Request:
         # An engine computes at least the last token of a prompt itself.
         wanted = chain.keys[: (len(self.tokens) - 1) // CHUNK_TOKENS]
         hit = 0
-        for attempt in range(self._world.rng.choice((1, 1, 2, 3))):
+        for attempt in range(self._host.rng.choice((1, 1, 2, 3))):
             hit = yield self._match(wanted, counts=not attempt)
-        local = self._world.rng.randrange(hit + 1) if self._world.rng.random() < 0.4 else 0
+        local = self._host.rng.randrange(hit + 1) if self._host.rng.random() < 0.4 else 0
         have = (yield from self._load(wanted, local)) if hit > local else local
         # Sometimes it offers everything, also what is held already.
-        yield from self._save(chain, self._world.rng.choice((have, have, 0)))
+        yield from self._save(chain, self._host.rng.choice((have, have, 0)))
         self.tokens = self.tokens + self._answer
         start = len(chain.keys)
         chain.extend(self.tokens)
         yield from self._save(chain, start)
-        self._world.conversations.remember(self.tokens)
+        self.instance.on_answer(self.tokens)
 
     def _load(self, keys: list[ChunkKey], local: int) -> Generator[Wait, Any, int]:
         """Load what the node holds beyond `local` chunks; how many chunks are there then."""
@@ -171,11 +163,11 @@ class Request:
     def _save(self, chain: KeyChain, start: int) -> Generator[Wait, Any, None]:
         """Compute and save step by step; the copies go on by themselves."""
         while start < len(chain.keys):
-            yield self._world.sleep(self.instance.scheduler)
-            end = len(chain.keys) if self._at_once else start + self._world.rng.randrange(1, 4)
+            yield self._host.sleep(self.instance.scheduler)
+            end = len(chain.keys) if self._at_once else start + self._host.rng.randrange(1, 4)
             keys, parent = chain.keys[start:end], chain.keys[start - 1] if start else None
             granted: Reservation = yield self._reserve(parent, keys)
-            if granted.ticket and self._world.changes_its_mind():
+            if granted.ticket and self._host.changes_its_mind():
                 self.instance.release(granted.ticket)
             elif granted.ticket:
                 self._jobs.extend(self.instance.write(granted, keys))
@@ -197,7 +189,7 @@ class Request:
                     self.instance.release(answer.ticket)
                 resume(answer)
 
-            self._world.ask(self.instance, verb, call, arrive)
+            self._host.ask(self.instance.owner, self.instance.scheduler, call, arrive)
 
         return wait
 
@@ -207,11 +199,21 @@ class Instance:
 
     worker_type = Worker
 
-    def __init__(self, world: World, name: str, model: Model, space: int) -> None:
-        self.world, self.owner, self.model, self.space = world, name, model, space
+    def __init__(
+        self,
+        host: Host,
+        name: str,
+        model: Model,
+        space: int,
+        on_load: Callable[[], None],
+        on_answer: Callable[[list[int]], None],
+    ) -> None:
+        """`on_load` is called when a load was granted, `on_answer` with the tokens of a request that is through."""
+        self.host, self.owner, self.model, self.space = host, name, model, space
+        self.on_load, self.on_answer = on_load, on_answer
         self.root = model.namespace.root()
         self.scheduler = Process(name)
-        self.workers = [self.worker_type(world, name, rank) for rank in range(model.ranks)]
+        self.workers = [self.worker_type(host, name, rank) for rank in range(model.ranks)]
 
     @property
     def has_one_group(self) -> bool:
@@ -225,35 +227,35 @@ class Instance:
 
     def lacking(self, count: int) -> frozenset[tuple[int, int]]:
         """Parts of companion groups whose blocks the engine has given up already."""
-        groups, rng = range(len(self.model.layout.groups)), self.world.rng
+        groups, rng = range(len(self.model.layout.groups)), self.host.rng
         if self.has_one_group or rng.random() < 0.6:
             return frozenset()
         return frozenset((group, at) for group in groups for at in range(count) if rng.random() < 0.25)
 
     def match(self, keys: list[ChunkKey], *, counts: bool) -> int:
         """Ask the node."""
-        return self.world.node.match(self.owner, self.space, keys, counts=counts)
+        return self.host.node.match(self.owner, self.space, keys, counts=counts)
 
     def load(self, keys: list[ChunkKey], first: int) -> Loadable:
         """Ask the node, for all ranks."""
-        found = self.world.node.load(self.owner, self.space, keys, first, range(self.model.ranks))
+        found = self.host.node.load(self.owner, self.space, keys, first, range(self.model.ranks))
         if found.ticket:
-            self.world.load_was_granted()
+            self.on_load()
         return found
 
     def reserve(
         self, parent: ChunkKey | None, keys: list[ChunkKey], lacking: frozenset[tuple[int, int]]
     ) -> Reservation:
         """Ask the node."""
-        return self.world.node.reserve(self.owner, self.space, parent, keys, lacking)
+        return self.host.node.reserve(self.owner, self.space, parent, keys, lacking)
 
     def release(self, ticket: int) -> None:
         """Tell the node that a ticket is given up."""
-        self.world.tell(self.owner, f"{self.owner} gives up #{ticket}", lambda: self._released(ticket))
+        self.host.tell(self.owner, f"{self.owner} gives up #{ticket}", lambda: self._released(ticket))
 
     def _released(self, ticket: int) -> None:
-        self.world.node.release(self.owner, ticket)
-        self.world.oracle.stopped(ticket)
+        self.host.node.release(self.owner, ticket)
+        self.host.oracle.stopped(ticket)
 
     def read(self, found: Loadable, keys: list[ChunkKey], first: int, resume: Resume) -> list[Job]:
         """Have every worker read; `resume` gets the failed chunks, counted from the start of the prompt."""
@@ -298,8 +300,8 @@ class Instance:
         ]
         job = Job(kind, ticket, deadline_s, [part for _, part in placed], [at for at, _ in placed], report)
         what = f"{worker.process.name} is to {kind.value} #{ticket}"
-        self.world.schedule.after(self.world.message_s(), what, lambda: worker.post(job), worker.process)
+        self.host.schedule.after(self.host.message_s(), what, lambda: worker.post(job), worker.process)
         return job
 
     def _tell_scheduler(self, report: Resume, failed: set[int]) -> None:
-        self.world.schedule.after(self.world.message_s(), "", lambda: report(failed), self.scheduler)
+        self.host.schedule.after(self.host.message_s(), "", lambda: report(failed), self.scheduler)

@@ -35,15 +35,18 @@ class Memory:
     """Pages and what is in them; a page that was never written holds nothing."""
 
     def __init__(self) -> None:
+        self.writes = 0
         self._pages: dict[int, Content | str] = {}
 
     def begin_write(self, part: Part, writer: str) -> None:
         """From now on the part is torn: no one can tell what a reader would see."""
+        self.writes += 1
         for page in part.pages:
             self._pages[page] = f"torn by {writer}"
 
     def end_write(self, part: Part) -> None:
         """All bytes of the part are there."""
+        self.writes += 1
         for number, page in enumerate(part.pages):
             self._pages[page] = (part.key, part.group, part.shard, number)
 

@@ -17,6 +17,7 @@ class SimulatedNode:
 
     def __init__(self, cache: Cache, oracle: Oracle, schedule: Schedule, rng: random.Random, faults: Faults) -> None:
         self.cache, self.oracle = cache, oracle
+        self.calls = 0
         self._schedule, self._rng, self._faults = schedule, rng, faults
         self._plan_tick()
 
@@ -27,6 +28,7 @@ class SimulatedNode:
 
     def match(self, owner: str, space: int, keys: Sequence[ChunkKey], *, counts: bool) -> int:
         """See `Cache.match`; `counts` marks a request's first lookup."""
+        self.calls += 1
         hit = self.cache.match(space, keys)
         self.oracle.judge_match(space, keys, hit)
         if counts:
@@ -37,6 +39,7 @@ class SimulatedNode:
 
     def load(self, owner: str, space: int, keys: Sequence[ChunkKey], first: int, ranks: Collection[int]) -> Loadable:
         """See `Cache.load`."""
+        self.calls += 1
         found = self.cache.load(owner, space, keys, first, ranks, self.now)
         self.oracle.judge_load(owner, space, keys, first, found)
         self._schedule.note(f"{owner} load {_named(keys)} from {first} -> #{found.ticket} {found.chunks}")
@@ -52,6 +55,7 @@ class SimulatedNode:
     ) -> Reservation:
         """See `Cache.reserve`."""
         shards = range(self.cache.spaces[space].layout.shards)
+        self.calls += 1
         granted = self.cache.reserve(owner, space, parent, keys, lacking, shards, self.now)
         self.oracle.judge_reserve(owner, space, keys, granted, self.now)
         self._schedule.note(f"{owner} reserve {_named(keys)} -> #{granted.ticket} {granted.covered}")
@@ -59,6 +63,7 @@ class SimulatedNode:
 
     def done(self, owner: str, ticket: int, shard: int, failed: Collection[int]) -> bool:
         """See `Cache.done`."""
+        self.calls += 1
         answer = self.cache.done(owner, ticket, shard, failed, self.now)
         self.oracle.judge_done(ticket, self.now)
         self._schedule.note(f"{owner} done #{ticket} shard {shard} failed {sorted(failed)} -> {answer}")
@@ -66,17 +71,20 @@ class SimulatedNode:
 
     def release(self, owner: str, ticket: int) -> bool:
         """See `Cache.release`."""
+        self.calls += 1
         answer = self.cache.release(owner, ticket)
         self._schedule.note(f"{owner} release #{ticket} -> {answer}")
         return answer
 
     def close(self, owner: str) -> None:
         """No process of an owner is left."""
+        self.calls += 1
         count = self.cache.close(owner)
         self._schedule.note(f"{owner} is gone -> {count} tickets freed")
 
     def clear(self, space: int) -> None:
         """See `Cache.clear`."""
+        self.calls += 1
         self._schedule.note(f"clear {space} -> {self.cache.clear(space)}")
 
     def _plan_tick(self) -> None:
@@ -85,6 +93,7 @@ class SimulatedNode:
         self._schedule.after(delay_s, "", self._tick)
 
     def _tick(self) -> None:
+        self.calls += 1
         late = self.cache.expire(self.now)
         self.oracle.judge_tick(self.now)
         if late:

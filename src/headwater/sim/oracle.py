@@ -124,22 +124,29 @@ class Oracle:
     # ---- after every event ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """The cache's own invariants, its announcements, its sums, and the bytes of all that is readable."""
+        """The cache's own invariants, its announcements, its prefixes and its sums."""
         cache = self._cache
         cache.check()
         self._hear()
         for number, space in enumerate(cache.spaces):
             self._check_prefixes(space)
             for group, index in enumerate(space.index):
-                ready = {key: row for key, row in index.items() if cache.entries.state[row] == State.READY}
-                _must(ready.keys() == self._announced[number][group], "announced and readable chunks differ")
-                for key, row in ready.items():
-                    for part in self._parts(number, group, key, cache.entries.address[row]):
-                        if flaw := self._memory.flaw(part):
-                            raise Violation(f"a readable chunk is not what it says: {flaw}")
+                ready = {key for key, row in index.items() if cache.entries.state[row] == State.READY}
+                _must(ready == self._announced[number][group], "announced and readable chunks differ")
             _must(space.held_bytes == self._held_bytes[number], "stored - evicted - deleted is not what is held")
             _must(space.lookup_tokens == self._asked[number], "lookups are not counted right")
             _must(space.hit_tokens == self._hit[number], "hits are not counted right")
+
+    def check_bytes(self) -> None:
+        """The memory holds the right bytes for all that is readable."""
+        address, flaw_of = self._cache.entries.address, self._memory.flaw
+        for number, groups in enumerate(self._announced):
+            for group, keys in enumerate(groups):
+                index = self._cache.spaces[number].index[group]
+                for key in keys:
+                    for part in self._parts(number, group, key, address[index[key]]):
+                        if flaw := flaw_of(part):
+                            raise Violation(f"a readable chunk is not what it says: {flaw}")
 
     def check_quiet(self) -> None:
         """Nobody does anything any more: nothing may be held."""

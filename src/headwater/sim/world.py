@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from headwater.core.cache import Cache
 from headwater.core.eviction import POLICIES
 from headwater.core.pool import Pool
 from headwater.ports import EvictionPolicy
 from headwater.sim.faults import draw_faults
-from headwater.sim.instance import Instance, Request, Resume, Wait
-from headwater.sim.memory import Memory
-from headwater.sim.node import SimulatedNode
-from headwater.sim.oracle import Oracle, Violation
-from headwater.sim.schedule import Process, Schedule, VirtualClock
+from headwater.sim.host import Host
+from headwater.sim.instance import Instance, Request
+from headwater.sim.oracle import Violation
+from headwater.sim.schedule import Process
 from headwater.sim.workload import Conversations, Model, draw_plan
-from headwater.types import KEY_BYTES, PAGE_BYTES, ChunkKey, TicketKind
-
-__all__ = ["Outcome", "SimulationError", "VirtualClock", "World"]
+from headwater.types import KEY_BYTES, PAGE_BYTES, ChunkKey
 
 # Short against what slow copies and pauses take, so that deadlines matter.
 LOAD_S, SAVE_S = 1.5, 3.0
@@ -70,79 +66,16 @@ class World:
     ) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         self.faults, self.plan = draw_faults(self.rng), draw_plan(self.rng)
-        self.schedule, self.memory = Schedule(), Memory()
         slab_bytes = self.plan.slab_pages * PAGE_BYTES
         pool = make_pool([self.plan.slabs * slab_bytes], slab_bytes)
         self.cache = make_cache(pool, POLICIES[self.plan.policy](), LOAD_S, SAVE_S)
-        spaces = {it: self.cache.add_space(it.namespace, it.layout) for it in self.plan.models}
-        self.oracle = Oracle(self.cache, self.memory)
-        self.node = SimulatedNode(self.cache, self.oracle, self.schedule, self.rng, self.faults)
-        self.conversations = Conversations(self.rng)
-        self._instance_type, self._spaces = instance_type, spaces
-        self._lives = 0
-        self._last_word_s: dict[str, float] = {}
+        self._spaces = {it: self.cache.add_space(it.namespace, it.layout) for it in self.plan.models}
+        self.host = Host(self.cache, self.rng, self.faults)
+        self.node, self.oracle, self.schedule = self.host.node, self.host.oracle, self.host.schedule
+        self._conversations = Conversations(self.rng)
+        self._instance_type = instance_type
+        self._lives = self.requests = 0
         self.instances = [self._boot(model) for model in self.plan.instances]
-        self.requests = 0
-
-    # ---- what the parts ask for -----------------------------------------------------------------------
-
-    @property
-    def now(self) -> float:
-        """The one time of this world."""
-        return self.schedule.clock.now()
-
-    def message_s(self) -> float:
-        """How long a message takes; some are overtaken."""
-        if self.rng.random() < self.faults.message_is_late:
-            return self.rng.uniform(0.5, 4.0)
-        return self.rng.uniform(0.0002, 0.004)
-
-    def copy_s(self, kind: TicketKind) -> float:
-        """How long the copy of one part takes."""
-        slow = self.faults.read_is_slow if kind is TicketKind.LOAD else self.faults.write_is_slow
-        return self.rng.uniform(1.0, 5.0) if self.rng.random() < slow else self.rng.uniform(0.005, 0.06)
-
-    def copy_fails(self) -> bool:
-        """Whether the copy of one part fails."""
-        return self.rng.random() < self.faults.copy_fails
-
-    def changes_its_mind(self) -> bool:
-        """Whether a scheduler gives a reservation back."""
-        return self.rng.random() < self.faults.changes_of_mind
-
-    def sleep(self, process: Process) -> Wait:
-        """Wait for as long as a step of computing takes."""
-        return lambda resume: self.schedule.after(self.rng.uniform(0.01, 0.3), "", lambda: resume(None), process)
-
-    def ask(self, instance: Instance, verb: str, call: Callable[[], Any], resume: Resume) -> None:
-        """A call from a scheduler to the node and its answer back."""
-
-        def arrive() -> None:
-            answer = call()
-            self.schedule.after(self.message_s(), "", lambda: resume(answer), instance.scheduler)
-
-        self.tell(instance.owner, "", arrive)
-
-    def tell(self, owner: str, what: str, act: Callable[[], None]) -> None:
-        """A message to the node that nobody waits for."""
-        delay_s = self.message_s()
-        self._last_word_s[owner] = max(self._last_word_s.get(owner, 0.0), self.now + delay_s)
-        self.schedule.after(delay_s, what, act)
-
-    def worker_is_done(self, owner: str, ticket: int, rank: int, failed: Collection[int]) -> None:
-        """A worker's last word about a ticket, perhaps twice."""
-
-        def arrive() -> None:
-            self.node.done(owner, ticket, rank, failed)
-            if ticket not in self.cache.tickets:
-                self.oracle.stopped(ticket)
-
-        self.tell(owner, "", arrive)
-        if self.rng.random() < self.faults.message_repeats:
-            delay_s = self.rng.choice((0.0, self.rng.uniform(0.0, 2.0)))
-            self.schedule.after(delay_s, "", lambda: self.tell(owner, "", arrive))
-
-    # ---- the story ------------------------------------------------------------------------------------
 
     def play(self) -> Outcome:
         """Play to the end; raises SimulationError if anything is wrong."""
@@ -167,8 +100,7 @@ class World:
     def _play(self) -> None:
         self._plan_request()
         while len(self.schedule):
-            if self.schedule.step():
-                self.oracle.check()
+            self.host.step()
             if self.schedule.events > EVENTS_MAX:
                 raise Violation(f"more than {EVENTS_MAX} events: something goes round in circles")
         self.oracle.check_quiet()
@@ -196,7 +128,7 @@ class World:
         self.requests += 1
         rng, faults = self.rng, self.faults
         instance = rng.choice(self.instances)
-        request = Request(instance, self.conversations.prompt(), self.conversations.answer())
+        request = Request(instance, self._conversations.prompt(), self._conversations.answer())
         self._begin(request)
         if rng.random() < faults.cancels:
             delay_s = rng.expovariate(2.0)
@@ -212,10 +144,10 @@ class World:
             self.schedule.after(rng.uniform(0.0, 2.0), "", lambda: self.node.clear(space))
         self._plan_request()
 
-    def load_was_granted(self) -> None:
+    def _load_was_granted(self) -> None:
         """A good moment for somebody to want all the room."""
         if self.rng.random() < self.faults.floods:
-            flood = Request(self.rng.choice(self.instances), self.conversations.flood(), [], at_once=True)
+            flood = Request(self.rng.choice(self.instances), self._conversations.flood(), [], at_once=True)
             self.schedule.after(self.rng.uniform(0.0, 4.0), "", lambda: self._begin(flood))
 
     def _begin(self, request: Request) -> None:
@@ -225,7 +157,8 @@ class World:
 
     def _boot(self, model: Model) -> Instance:
         self._lives += 1
-        return self._instance_type(self, f"engine{self._lives}", model, self._spaces[model])
+        name, space = f"engine{self._lives}", self._spaces[model]
+        return self._instance_type(self.host, name, model, space, self._load_was_granted, self._conversations.remember)
 
     def _kill(self, instance: Instance) -> None:
         """kill -9: the scheduler dies, its workers go on for a while; only when all are gone does the node learn."""
@@ -238,7 +171,7 @@ class World:
             last_s = max(last_s, dies_s)
             self.schedule.after(dies_s, f"{worker.process.name} dies", partial(self._die, worker.process))
         self.scheduler_died(instance)
-        self.schedule.after(last_s + self.message_s(), "", lambda: self._all_died(instance))
+        self.schedule.after(last_s + self.host.message_s(), "", lambda: self._all_died(instance))
 
     def scheduler_died(self, instance: Instance) -> None:
         """The node sees one connection of an instance close: no reason to free anything."""
@@ -249,7 +182,7 @@ class World:
 
     def _all_died(self, instance: Instance) -> None:
         # A connection ends after all that was sent on it.
-        wait_s = self._last_word_s.get(instance.owner, 0.0) - self.now
+        wait_s = self.host.last_word_s(instance.owner) - self.host.now
         if wait_s >= 0.0:
             self.schedule.after(wait_s + 0.001, "", lambda: self._all_died(instance))
             return
@@ -258,7 +191,7 @@ class World:
 
     def _pause(self) -> None:
         instance = self.rng.choice(self.instances)
-        until_s = self.now + self.rng.uniform(0.5, 9.0)
+        until_s = self.host.now + self.rng.uniform(0.5, 9.0)
         whole = self.rng.random() < 0.5
         for process in instance.processes if whole else [self.rng.choice(instance.workers).process]:
             process.paused_until_s = max(process.paused_until_s, until_s)
