@@ -132,7 +132,7 @@ def layers_of(shape: Shape) -> list[dict[str, Any]]:
     """Each rank's attention layers and their KV."""
     common = {"block_size": shape.block_tokens, "head_size": shape.head_size, "dtype": getattr(torch, shape.dtype)}
     if shape.replicated:
-        full = MLAAttentionSpec(num_kv_heads=1, **common)
+        full = MLAAttentionSpec(num_kv_heads=1, max_tp_shards=1, **common)
     else:
         full = FullAttentionSpec(num_kv_heads=shape.heads, **common)
     specs: list[Any] = [full] * shape.layers

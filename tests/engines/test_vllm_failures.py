@@ -305,7 +305,6 @@ def test_chunks_that_leave_between_match_and_load(served, gone, local, mode) -> 
     expected = set(tables[0][max(left, local) // BLOCK : 128 // BLOCK])
     assert set().union(*(it.invalid_block_ids for it in reports)) == expected
     assert second.computed_tokens["a"] == 130 - max(left, local) + 4
-    assert decider(second).short_loads == (gone > 0)
 
 
 @MODES
@@ -352,7 +351,6 @@ def test_a_full_node_holds_a_shorter_prefix(serve, mode) -> None:
     # 9 of 16 slots are being written, so they cannot be taken from their writer.
     prompt = words(12 * CHUNK + 1, 2)
     assert ask(second, "b", prompt) == 0
-    assert decider(second).skipped_saves
     gate.open()
     first.run()
     assert ask(third, "b", prompt) == 7 * CHUNK

@@ -29,6 +29,7 @@ with warnings.catch_warnings():
         KVConnectorTransferResults,
         KVConnectorWorkerMetadata,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
     from vllm.forward_context import set_forward_context
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -64,8 +65,10 @@ __all__ = [
     "FullAttentionSpec",
     "KVConnectorBase_V1",
     "KVConnectorFactory",
+    "KVConnectorLogging",
     "KVConnectorMetadata",
     "KVConnectorModelRunnerMixin",
+    "KVConnectorProm",
     "KVConnectorRole",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",

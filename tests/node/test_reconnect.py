@@ -367,3 +367,23 @@ def test_closing_a_supervisor_ends_its_thread_and_its_session(rig: Rig) -> None:
     assert threading.active_count() == threads
     eventually(lambda: descriptors() == before)
     assert supervisor.session is None
+
+
+def test_a_connection_under_way_when_it_closes_is_closed_too(rig: Rig) -> None:
+    connecting, closing, never = threading.Event(), threading.Event(), threading.Event()
+
+    def connect() -> Session:
+        if threading.current_thread() is threading.main_thread():
+            raise UnavailableError("not yet")
+        connecting.set()
+        closing.wait(5)
+        never.wait(0.05)  # it takes a little longer than the call of close
+        return session_at(rig.address)
+
+    supervisor = Supervisor(connect, lambda error: None)
+    assert connecting.wait(5)
+    closing.set()
+    supervisor.close()
+    assert not supervisor._thread.is_alive()
+    assert supervisor.session is None
+    eventually(lambda: rig.server.sessions == 0)

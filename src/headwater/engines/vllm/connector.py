@@ -78,7 +78,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HeadwaterStats:
         """vLLM's factory of our sums."""
-        return HeadwaterStats(data) if data else HeadwaterStats()
+        return HeadwaterStats(dict(data)) if data else HeadwaterStats()  # vLLM adds to it, and has other readers
 
     @classmethod
     def build_prom_metrics(
@@ -206,8 +206,9 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         return self._last.invalid if self._groups == 1 else set()
 
     def get_kv_connector_stats(self) -> HeadwaterStats | None:
-        """Sums since the last step."""
-        return self._copier.sums.take() if self._copier is not None else None
+        """This side's sums since the last step."""
+        side = self._copier or self._decider
+        return side.sums.take() if side is not None else None
 
     def build_connector_worker_meta(self) -> Any:
         """The saves that this rank has ended."""

@@ -29,6 +29,7 @@ from headwater.config import EngineConfig
 from headwater.core.hashing import KeyChain
 from headwater.engines.vllm.identity import Adapters, Ranks
 from headwater.engines.vllm.metadata import NULL_BLOCK, LoadJob, NodeInfo, Part, SaveJob, SavesEnded, StepMetadata
+from headwater.engines.vllm.stats import CopySums
 from headwater.errors import HeadwaterError, ProtocolError, RefusedError, UnavailableError
 from headwater.node.client import Session, Supervisor
 from headwater.types import ABSENT, ChunkKey, HitRule, KVLayout, Loadable, Media, Namespace
@@ -94,7 +95,7 @@ class SchedulerSide:
         self._roots: dict[tuple[str, str], bytes] = {}
         self._adapters = Adapters()
         self._pool: Any = None
-        self.skipped_saves = self.short_loads = 0
+        self.sums = CopySums()
 
     def __repr__(self) -> str:
         return f"SchedulerSide({len(self._tracked)} requests, {len(self._pinned)} saves under way)"
@@ -146,7 +147,7 @@ class SchedulerSide:
         held, epoch = self._lease(it.chain.keys[:chunks], first)
         parts, missing = self._load_parts(it, held, first, end)
         if missing:
-            self.short_loads += 1
+            self.sums.short_loads += 1
         give_up_s = time.monotonic() + self._config.load_s
         job = LoadJob(request.request_id, held.ticket, epoch, parts, missing, held.deadline_s, give_up_s)
         self._loading[request.request_id] = job
@@ -316,7 +317,7 @@ class SchedulerSide:
             self._lost(session, error)
             return True
         if got.covered < len(keys) - first:
-            self.skipped_saves += 1
+            self.sums.short_saves += 1
         if got.ticket:
             parts = self._save_parts(it, got.addresses, first)
             blocks = [block for part in parts for block in part.blocks if block != NULL_BLOCK]

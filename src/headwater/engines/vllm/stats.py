@@ -14,6 +14,8 @@ COUNTERS = {
     "saved_bytes": "Bytes copied from the engine's KV blocks into the node.",
     "failed_loads": "Loads that ended in recompute.",
     "failed_saves": "Saves that stored nothing.",
+    "short_loads": "Loads that found less than was promised: something left in between.",
+    "short_saves": "Saves that the node had no room for, in whole or in part.",
 }
 HISTOGRAMS = {
     "load_seconds": "Time of one request's load copy.",
@@ -23,12 +25,14 @@ HISTOGRAMS = {
 
 @dataclass
 class CopySums:
-    """Sums since the last report; written by the copy thread, taken by the engine's."""
+    """Sums of one side since its last report; a rank's are written by its copy thread, taken by the engine's."""
 
     loaded_bytes: int = 0
     saved_bytes: int = 0
     failed_loads: int = 0
     failed_saves: int = 0
+    short_loads: int = 0
+    short_saves: int = 0
     load_seconds: list[float] = field(default_factory=list)
     save_seconds: list[float] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -52,6 +56,7 @@ class CopySums:
             if not any(data.values()):
                 return None
             self.loaded_bytes = self.saved_bytes = self.failed_loads = self.failed_saves = 0
+            self.short_loads = self.short_saves = 0
             self.load_seconds, self.save_seconds = [], []
         return HeadwaterStats(data)
 
