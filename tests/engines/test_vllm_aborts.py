@@ -216,6 +216,24 @@ def test_preemption(served, state, shape, mode) -> None:
 
 
 @MODES
+def test_the_engine_waits_for_pinned_blocks(served, mode) -> None:
+    """vLLM is told that blocks will come back, and stays awake for them, as long as saves are under way."""
+    scene = Scene(served, mode)
+    connector = scene.engine.connector
+    assert not connector.has_pending_block_frees()
+    finished_with_saves_under_way(scene)
+    for _ in range(5):
+        scene.engine.step()
+    assert connector.has_pending_block_frees()
+    assert connector.has_pending_push_work()
+    assert scene.engine.scheduler.has_requests()
+    scene.let_go()
+    scene.engine.run()
+    assert not connector.has_pending_block_frees()
+    assert not connector.has_pending_push_work()
+
+
+@MODES
 def test_preempted_requests_come_back_through_the_node(served, mode) -> None:
     """Too few blocks for all: requests lose theirs again and again, and load what was saved of them."""
     engine = served.engine(Shape(blocks=14, max_tokens=200), mode)

@@ -23,6 +23,7 @@ MODES = pytest.mark.parametrize(
 SHAPES = {
     "dense": Shape(),
     "window": Shape(window_tokens=40),
+    "window-only": Shape(layers=0, window_tokens=40),
     "tp2": Shape(tp=2),
     "pp2": Shape(pp=2),
     "tp2-replicated": Shape(tp=2, replicated=True),

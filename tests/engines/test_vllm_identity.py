@@ -228,19 +228,51 @@ def test_equal_weights_elsewhere_have_an_equal_digest(tmp_path) -> None:
     assert digest(one) == digest(two)
 
 
-@pytest.mark.parametrize("size", [300_000, 16 << 20])
+@pytest.mark.parametrize("size", [300_000, identity.PIECE_BYTES + 5])
 @pytest.mark.parametrize("name", ["model-0.safetensors", "model-1.safetensors"])
-def test_a_flipped_byte_is_noticed_where_samples_are_taken(tmp_path, size, name) -> None:
-    """Every byte of a small file; of a large one its head and 64 places, spread evenly."""
+def test_a_flipped_byte_is_noticed_wherever_it_is(tmp_path, size, name) -> None:
     directory = model(tmp_path / "model", size)
     known = digest(directory)
-    step = max(size // identity.SAMPLES, identity.SAMPLE_BYTES)
-    places = [0, step - 1 if step == identity.SAMPLE_BYTES else 1, step + 7, size // step * step - step + 100]
-    for place in places:
+    for place in (0, 77_777, size // 2, size - 1):
         flip(directory / name, place)
         assert digest(directory) != known, place
         flip(directory / name, place)
     assert digest(directory) == known
+
+
+def test_the_names_of_hugging_face_blobs_stand_for_their_bytes(tmp_path) -> None:
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    found = []
+    for name in ("ab" * 32, "cd" * 32, "not-a-digest"):
+        (blobs / name).write_bytes(b"the same bytes")
+        snapshot = tmp_path / f"snapshot-{name[:2]}"
+        snapshot.mkdir()
+        (snapshot / "model.safetensors").symlink_to(blobs / name)
+        found.append(digest(snapshot))
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "model.safetensors").write_bytes(b"the same bytes")
+    assert len(set(found)) == 3
+    assert digest(plain) == found[2], "a blob without a digest for a name is read"
+
+
+def test_invented_weights_are_shared_with_nobody(tmp_path) -> None:
+    config = make_config(DENSE, CONNECTOR, {}, "recompute", False)
+    named = identity.model_fingerprint(config, "name")
+    assert named == identity.model_fingerprint(config, "name")
+    config.load_config.load_format = "dummy"
+    assert len({named, identity.model_fingerprint(config, "name"), identity.model_fingerprint(config, "name")}) == 3
+
+
+def test_the_longest_sequence_counts_where_the_rotary_embedding_depends_on_it() -> None:
+    found = set()
+    for rope in ("default", "longrope"):
+        for longest in (256, 512):
+            config = make_config(Shape(max_tokens=longest), CONNECTOR, {}, "recompute", False)
+            config.model_config.hf_config.update({"rope_parameters": {"rope_type": rope, "rope_theta": 1e4}})
+            found.add(identity.model_fingerprint(config, "name"))
+    assert len(found) == 3
 
 
 def test_renamed_longer_and_missing_files_are_noticed(tmp_path) -> None:

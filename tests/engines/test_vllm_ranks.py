@@ -194,6 +194,8 @@ def test_a_rank_whose_tensors_are_not_what_was_agreed(served, caplog, mode) -> N
     assert ask(first, "b") == 128  # rank 0 reads, rank 1 cannot: computed again
     assert first.computed_tokens["b"] == 130 + 4
     assert decider(first)._node.session is not None
+    # Every attempt of rank 1 to connect was ended properly: only rank 0s map the memory.
+    assert len(served.embedded.server._lifelines) == 2 + 1
 
 
 def test_every_rank_layout_has_its_own_chunks(served) -> None:

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,16 +55,16 @@ def peers(fork_server: ForkServer) -> Iterator[ForkServer]:
 
 
 @pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 8 MiB."""
+def small_tmpfs() -> Iterator[Path]:
+    """A tmpfs of 8 MiB, outside of pytest's own folders: those could not be removed if a killed run left it mounted."""
     needs_root()
-    place = tmp_path / "small"
-    place.mkdir()
+    place = Path(tempfile.mkdtemp(prefix="headwater-test-tmpfs-"))
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", place], check=False, capture_output=True)
     if made.returncode:
         pytest.skip(f"cannot mount a tmpfs: {made.stderr.decode().strip()}")
     yield place
     subprocess.run(["umount", place], check=True)
+    place.rmdir()
 
 
 def pagewise(memory: MappedMemory) -> None:

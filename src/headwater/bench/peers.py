@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.config import child_environment
+from headwater.demo.processes import uninterrupted
 from headwater.errors import UnavailableError
 from headwater.node.client import fetch_status
 
@@ -94,28 +94,13 @@ def connect_echo(peer: Peer) -> socket.socket:
 def _process(command: Sequence[str], settings: Mapping[str, str], directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     process = None
     try:
-        with open(directory / "log", "wb") as log, _uninterrupted():
+        with open(directory / "log", "wb") as log, uninterrupted():
             environment = child_environment(settings)
             process = subprocess.Popen(list(command), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         yield process
     finally:
         if process is not None:
             _stop(process)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold signals back: one that came between a process's start and the knowledge of it would leave it behind."""
-    came: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda caught, _: came.append(caught)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-    for caught in came:
-        signal.raise_signal(caught)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

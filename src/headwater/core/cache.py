@@ -371,9 +371,17 @@ class Cache:
                 self._remove(row, "evicted")
                 return True
             self.policy.insert(row, self.entries.keys[row])
-            if self._empty_slab(self.pool.slab(address)):
+            if any(self._empty_slab(slab) for slab in self._slabs_of_lineage(row)):
                 return True
         return False
+
+    def _slabs_of_lineage(self, row: int) -> list[int]:
+        """Slabs that are as cold as a leaf: its own and the next ones in which its ancestors are."""
+        slabs: dict[int, None] = {}
+        while row != NONE and len(slabs) < RECLAIM_TRIES:
+            slabs[self.pool.slab(self.entries.address[row])] = None
+            row = self.entries.parent[row]
+        return list(slabs)
 
     def _empty_slab(self, slab: int) -> bool:
         """Evict everything in a slab with all that hangs on it; False, with nothing changed, if some is in use."""

@@ -1,8 +1,12 @@
 """Which resident chunk leaves next: LRU and S3-FIFO behind one Protocol (`ports.EvictionPolicy`).
 
-Both are told by the caller what is evictable (not leased, no resident child). An entry that comes up for
-eviction while it is not evictable is in use: it goes to the young end and the search goes on, so a search is
-constant time on average and a parent never leaves before its child.
+Both are told by the caller what is evictable (not leased, no resident child). An entry whose turn comes while it
+is not evictable is *parked*: it stays first in line, and leaves as soon as it may, unless it is used again. Without
+that, the start of a chain that was saved piece by piece (older than its end, which must go first) would be taken
+for young each time its turn comes, and what is really young would leave in its place.
+
+    old ── queue ──► young        the oldest entry is evictable: it leaves
+      └──► parked                 it is in use: it waits here, and is asked again before all others
 """
 
 from __future__ import annotations
@@ -64,27 +68,68 @@ class Queues:
         """The entry at the old end, or NONE."""
         return self._oldest[queue]
 
+    def youngest(self, queue: int) -> int:
+        """The entry at the young end, or NONE."""
+        return self._youngest[queue]
+
+    def older(self, entry: int) -> int:
+        """The next entry towards the old end of its queue, or NONE."""
+        return self._older[entry]
+
+
+YOUNG_LOOKS, OLD_LOOKS = 8, 4
+
+
+def take_parked(queues: Queues, parked: int, evictable: Callable[[int], bool]) -> int | None:
+    """Take an entry out of the parked queue that may leave by now, looking only at a few.
+
+    At the young end are the ancestors of what left last; the old end is gone through bit by bit.
+    """
+    entry = queues.youngest(parked)
+    for _ in range(YOUNG_LOOKS):
+        if entry == NONE:
+            return None
+        if evictable(entry):
+            queues.take(entry)
+            return entry
+        entry = queues.older(entry)
+    return take_rotating(queues, parked, evictable, OLD_LOOKS)
+
+
+def take_rotating(queues: Queues, queue: int, evictable: Callable[[int], bool], looks: int) -> int | None:
+    """Take the first evictable one of the `looks` oldest entries; the others go to the young end."""
+    for _ in range(looks):
+        entry = queues.oldest(queue)
+        queues.take(entry)
+        if evictable(entry):
+            return entry
+        queues.push(queue, entry)
+    return None
+
+
+RECENT, PARKED = 0, 1
+
 
 class LRU:
     """Least recently used leaves first."""
 
     def __init__(self) -> None:
-        self._queues = Queues(1)
+        self._queues = Queues(2)
 
     def __len__(self) -> int:
-        return self._queues.sizes[0]
+        return sum(self._queues.sizes)
 
     def __repr__(self) -> str:
-        return f"LRU({len(self)} entries)"
+        return f"LRU({len(self)} entries, {self._queues.sizes[PARKED]} of them parked)"
 
     def insert(self, entry: int, key: bytes) -> None:
         """See `ports.EvictionPolicy`."""
-        self._queues.push(0, entry)
+        self._queues.push(RECENT, entry)
 
     def access(self, entry: int) -> None:
         """See `ports.EvictionPolicy`."""
         self._queues.take(entry)
-        self._queues.push(0, entry)
+        self._queues.push(RECENT, entry)
 
     def remove(self, entry: int) -> None:
         """See `ports.EvictionPolicy`."""
@@ -93,16 +138,21 @@ class LRU:
 
     def victim(self, evictable: Callable[[int], bool]) -> int | None:
         """See `ports.EvictionPolicy`."""
-        for _ in range(len(self)):
-            entry = self._queues.oldest(0)
-            self._queues.take(entry)
+        queues = self._queues
+        found = take_parked(queues, PARKED, evictable)
+        while found is None and queues.sizes[RECENT]:
+            entry = queues.oldest(RECENT)
+            queues.take(entry)
             if evictable(entry):
                 return entry
-            self._queues.push(0, entry)
-        return None
+            queues.push(PARKED, entry)
+        if found is None:
+            found = take_rotating(queues, PARKED, evictable, queues.sizes[PARKED])
+        return found
 
 
-SMALL, MAIN = 0, 1
+SMALL, MAIN, SMALL_PARKED, MAIN_PARKED = 0, 1, 2, 3
+PARKED_OF = (SMALL_PARKED, MAIN_PARKED)
 
 
 class S3FIFO:
@@ -114,7 +164,7 @@ class S3FIFO:
     """
 
     def __init__(self, small_share: float = 0.1) -> None:
-        self._queues = Queues(2)
+        self._queues = Queues(4)
         self._small_share = small_share
         self._uses = array("b")
         self._keys: list[bytes] = []
@@ -124,7 +174,8 @@ class S3FIFO:
         return sum(self._queues.sizes)
 
     def __repr__(self) -> str:
-        return f"S3FIFO(small={self._queues.sizes[SMALL]}, main={self._queues.sizes[MAIN]}, ghosts={len(self._ghosts)})"
+        small, main, *parked = self._queues.sizes
+        return f"S3FIFO(small={small}, main={main}, parked={parked}, ghosts={len(self._ghosts)})"
 
     def insert(self, entry: int, key: bytes) -> None:
         """See `ports.EvictionPolicy`."""
@@ -139,7 +190,12 @@ class S3FIFO:
 
     def access(self, entry: int) -> None:
         """See `ports.EvictionPolicy`."""
-        self._uses[entry] = min(self._uses[entry] + 1, 3)
+        if self._queues.queue_of(entry) in PARKED_OF:
+            # Its turn has come already: this use is what saves it, so that nothing is left to count.
+            self._queues.take(entry)
+            self._queues.push(MAIN, entry)
+        else:
+            self._uses[entry] = min(self._uses[entry] + 1, 3)
 
     def remove(self, entry: int) -> None:
         """See `ports.EvictionPolicy`."""
@@ -148,34 +204,36 @@ class S3FIFO:
 
     def victim(self, evictable: Callable[[int], bool]) -> int | None:
         """See `ports.EvictionPolicy`."""
-        # A queue is spent once all of its entries in a row were found in use. Counts only fall during a
-        # search, so it ends.
-        in_use = [0, 0]
-        while True:
-            small, main = self._queues.sizes
-            open_small, open_main = in_use[SMALL] < small, in_use[MAIN] < main
-            if not (open_small or open_main):
-                return None
-            wants_small = small > self._small_share * (small + main)
-            queue = SMALL if open_small and (wants_small or not open_main) else MAIN
-            entry = self._queues.oldest(queue)
-            self._queues.take(entry)
+        queues = self._queues
+        for origin, parked in enumerate(PARKED_OF):
+            found = take_parked(queues, parked, evictable)
+            if found is not None:
+                return self._leave(found, origin)
+        while queues.sizes[SMALL] or queues.sizes[MAIN]:
+            small = queues.sizes[SMALL] + queues.sizes[SMALL_PARKED]
+            wants_small = small > self._small_share * len(self) or not queues.sizes[MAIN]
+            origin = SMALL if queues.sizes[SMALL] and wants_small else MAIN
+            entry = queues.oldest(origin)
+            queues.take(entry)
             if self._uses[entry]:
-                self._uses[entry] = 0 if queue == SMALL else self._uses[entry] - 1
-                self._queues.push(MAIN, entry)
-                in_use[MAIN] = 0
+                self._uses[entry] = 0 if origin == SMALL else self._uses[entry] - 1
+                queues.push(MAIN, entry)
             elif evictable(entry):
-                if queue == SMALL:
-                    self._remember(self._keys[entry])
-                return entry
+                return self._leave(entry, origin)
             else:
-                self._queues.push(queue, entry)
-                in_use[queue] += 1
+                queues.push(PARKED_OF[origin], entry)
+        for origin, parked in enumerate(PARKED_OF):
+            found = take_rotating(queues, parked, evictable, queues.sizes[parked])
+            if found is not None:
+                return self._leave(found, origin)
+        return None
 
-    def _remember(self, key: bytes) -> None:
-        self._ghosts[key] = None
-        if len(self._ghosts) > len(self):
-            self._ghosts.popitem(last=False)
+    def _leave(self, entry: int, origin: int) -> int:
+        if origin == SMALL:
+            self._ghosts[self._keys[entry]] = None
+            if len(self._ghosts) > len(self):
+                self._ghosts.popitem(last=False)
+        return entry
 
 
 POLICIES: dict[str, Callable[[], LRU | S3FIFO]] = {"lru": LRU, "s3fifo": S3FIFO}

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from headwater.demo.processes import Children, Served, kv_transfer_config, start_node, start_vllm
+from headwater.demo.processes import Children, Served, check_model, kv_transfer_config, start_node, start_vllm
 from headwater.demo.story import CHAT_TURNS, Line, as_json, reused_on_other, steps, tell
 
 MODEL = Path(".cache/models/SmolLM2-135M-Instruct")
@@ -42,7 +42,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; 0 only if all outputs are identical and B reused A's prefix."""
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _as_interrupt)
+    check_model(arguments.model)
     console = Console(stderr=arguments.json, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="headwater-demo-") as scratch:
         logs = arguments.logs or Path(scratch)

@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from headwater.config import child_environment
 from headwater.errors import ConfigError, UnavailableError
 from headwater.node.client import fetch_status
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.1
 STOP_S = 15.0
 TAIL_LINES = 15
@@ -97,18 +99,30 @@ class Children:
 
     def start(self, name: str, command: Sequence[str], environment: dict[str, str], log: Path) -> Child:
         """Start and remember a child."""
-        child = Child(name, command, environment, log)
-        self._children.append(child)
+        with uninterrupted():
+            child = Child(name, command, environment, log)
+            self._children.append(child)
         return child
 
     def stop(self) -> None:
         """Stop all children; a second Ctrl-C does not leave the rest behind."""
-        old = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
+        with uninterrupted():
             while self._children:
                 self._children.pop().stop()
-        finally:
-            signal.signal(signal.SIGINT, old)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold signals back: one that came between a process's start and the knowledge of it would leave it behind."""
+    came: list[int] = []
+    before = [signal.signal(number, lambda caught, _: came.append(caught)) for number in ENDING]
+    try:
+        yield
+    finally:
+        for number, handler in zip(ENDING, before, strict=True):
+            signal.signal(number, handler)
+    for caught in came:
+        signal.raise_signal(caught)
 
 
 def start_node(children: Children, address: str, memory: str, log: Path) -> Child:
@@ -158,12 +172,17 @@ class Served:
             connection.close()
 
 
+def check_model(model: Path) -> None:
+    """Raise ConfigError unless there is a model in this directory."""
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"--model {model}: there is no config.json; `make setup` provides one in .cache/models")
+
+
 def start_vllm(
     children: Children, name: str, model: Path, core: int | None, transfer: dict[str, object] | None, directory: Path
 ) -> Served:
     """Start `vllm serve` on a free loopback port, bound to one core if given; it is not ready yet."""
-    if not (model / "config.json").is_file():
-        raise ConfigError(f"--model {model}: there is no config.json; `make setup` provides one in .cache/models")
+    check_model(model)
     port = free_port()
     vllm = Path(sys.executable).with_name("vllm")
     if not vllm.is_file():

@@ -52,7 +52,7 @@ def ask(server: Served, chat: Chat, *, without_cache: bool = False) -> Answer:
         if response.status != http.client.OK:
             raise UnavailableError(f"vLLM {server.name} answered {response.status}: {response.read(500)!r}")
         return _read_stream(response, started_s)
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise UnavailableError(f"vLLM {server.name} does not answer: {error}\n{server.child.tail()}") from error
     finally:
         connection.close()
@@ -88,6 +88,8 @@ def read_metrics(server: Served) -> dict[str, float]:
     try:
         connection.request("GET", "/metrics")
         text = connection.getresponse().read().decode()
+    except (OSError, http.client.HTTPException) as error:
+        raise UnavailableError(f"vLLM {server.name} does not answer: {error}\n{server.child.tail()}") from error
     finally:
         connection.close()
     wanted = ("vllm:headwater_", "vllm:external_prefix_cache_", "vllm:prefix_cache_")

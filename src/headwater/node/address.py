@@ -6,12 +6,14 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 
 from headwater.errors import ConfigError
 
 SCHEME = "unix:"
 PATH_BYTES_MAX = 107
+LOCK_TRIES, LOCK_WAIT_S = 20, 0.02
 
 
 def socket_path(address: str) -> Path:
@@ -75,15 +77,22 @@ class Listener:
 
     def _take_lock(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        patience = LOCK_TRIES
         while True:
             lock = os.open(self._lock_path, flags, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                owner = os.read(lock, 32).decode("ascii", "replace").strip() or "?"
+                owner = os.read(lock, 32).decode("ascii", "replace").strip()
                 os.close(lock)
+                if not owner and patience:
+                    # Nobody has signed it: a sweep, or a node that is just starting, holds it for a moment.
+                    patience -= 1
+                    time.sleep(LOCK_WAIT_S)
+                    continue
+                who = f"another node (pid {owner or '?'})"
                 raise ConfigError(
-                    f"node.socket: another node (pid {owner}) serves {self.path}; stop it or choose another node.socket"
+                    f"node.socket: {who} serves {self.path}; stop it or choose another node.socket"
                 ) from None
             if self._still_there(lock):
                 try:

@@ -68,7 +68,10 @@ class Link:
         self._call_s = self._deadline_s = call_s
         self._buffer = memoryview(bytearray(READ_BYTES))
         self.memory: MappedMemory | None = None
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:  # out of descriptors, say: that may pass
+            raise UnavailableError(f"cannot open a socket: {error}") from error
         try:
             _set_deadline(self._socket, connect_s)
             self._socket.connect(str(socket_path(address)))
@@ -78,6 +81,9 @@ class Link:
             if maps:
                 self._take(descriptors)
             _set_deadline(self._socket, call_s)
+        except BlockingIOError as error:
+            self.close()
+            raise UnavailableError(f"the node at {address} does not answer within {connect_s:g} s") from error
         except OSError as error:
             self.close()
             raise UnavailableError(f"no node at {address}: {error}") from error
@@ -102,6 +108,8 @@ class Link:
         try:
             reply = self._exchange(frame, self._call_s if call_s is None else call_s)
             whole = True
+        except BlockingIOError as error:
+            raise UnavailableError(f"the node did not answer {type(request).__name__} in time") from error
         except OSError as error:
             raise UnavailableError(f"the node did not answer {type(request).__name__}: {error}") from error
         finally:

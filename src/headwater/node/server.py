@@ -187,8 +187,11 @@ class Server:
             return
         if len(self._sessions) >= self.node.config.max_sessions:
             self.turned_away += 1
-            log.warning("connection refused: node.max_sessions=%d reached", self.node.config.max_sessions)
             accepted.close()
+            if self.node.clock.now() >= self._complain_from_s:
+                self._complain_from_s = self.node.clock.now() + LOG_S
+                limit = self.node.config.max_sessions
+                log.warning("connection refused: node.max_sessions=%d reached (%d so far)", limit, self.turned_away)
             return
         accepted.setblocking(False)
         self._sessions[accepted.fileno()] = Session(accepted, frame_since_s=self.node.clock.now())

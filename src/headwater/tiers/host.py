@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import resource
@@ -21,6 +22,8 @@ from pathlib import Path
 from headwater import _kernels
 from headwater.errors import ResourceError
 from headwater.types import PAGE_BYTES, SEGMENT_SHIFT
+
+log = logging.getLogger(__name__)
 
 PREFAULT_STEP_BYTES = 64 << 20
 SPARE_BYTES = 256 << 20
@@ -69,14 +72,26 @@ class MappedMemory:
         return self._descriptors
 
     def prefault(self, stop: threading.Event) -> int:
-        """Fault all pages in, in steps, until done or stopped; bytes done. Meant for a thread of its own."""
+        """Fault all pages in, in steps, until done, stopped or refused by the host (which is logged); bytes done.
+
+        Meant for a thread of its own.
+        """
         done = 0
         for base, size in zip(self.bases, self.sizes, strict=True):
             for offset in range(0, size, PREFAULT_STEP_BYTES):
                 if stop.is_set():
                     return done
                 step = min(PREFAULT_STEP_BYTES, size - offset)
-                _kernels.touch(base + offset, step)
+                try:
+                    _kernels.touch(base + offset, step)
+                except OSError as error:
+                    log.error(
+                        "the host gave %d of %d bytes of KV memory: %s; lower node.host_memory",
+                        done,
+                        sum(self.sizes),
+                        error,
+                    )
+                    return done
                 done += step
         return done
 
@@ -202,9 +217,7 @@ def _meminfo_available(meminfo: Path = Path("/proc/meminfo")) -> int:
     raise ResourceError(f"{meminfo} has no MemAvailable; headwater needs Linux 3.14 or newer")
 
 
-def _cgroup_available(
-    memberships: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
-) -> list[int]:
+def _cgroup_available(memberships: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> list[int]:
     """What the memory cgroups of this process leave (v2 and v1); empty where there are none."""
     found: list[int] = []
     try:

@@ -30,6 +30,7 @@ from headwater.node.address import sweep
 from headwater.node.client import Session, Supervisor, open_session
 from headwater.node.driver import Node
 from headwater.node.server import EmbeddedServer
+from headwater.types import HitRule
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +51,15 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
                 'set "kv_load_failure_policy":"recompute" in --kv-transfer-config'
             )
         self._config = engine_config(transfer.kv_connector_extra_config or {})
-        self._instance = str(transfer.engine_id)
+        # The engine's id may come from a configuration that several engines share; vLLM's id of this start does not.
+        self._instance = f"{transfer.engine_id}.{getattr(vllm_config, 'instance_id', '')}"
         self._kv_cache = kv_cache_config
         self._ranks = identity.ranks_of(vllm_config, kv_cache_config)
         self._chunk_tokens = identity.chunk_tokens_for(kv_cache_config, self._config.chunk_tokens)
-        self._groups = len(kv_cache_config.kv_cache_groups)
-        for group in kv_cache_config.kv_cache_groups:
-            identity.hit_rule(group.kv_cache_spec)
+        rules = [identity.hit_rule(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
+        # vLLM takes failed blocks for one group only, and recomputes from the first of them on: what lies before it
+        # must be there, which is so only where every block is kept. Elsewhere a failed load fails as a whole.
+        self._fails_by_block = rules == [HitRule.ALL]
         self._reported: dict[tuple[int, int], RankLayout] = {}
         self._decider: SchedulerSide | None = None
         self._embedded: EmbeddedServer | None = None
@@ -197,13 +200,13 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         _, received = self.get_finished(finished_req_ids)
         results = base.KVConnectorTransferResults()
         results.finished_recving = set(received or ())
-        if self._groups > 1:
+        if not self._fails_by_block:
             results.failed_recving = self._last.failed & self._last.received
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks that a load should have filled and did not; vLLM takes them for one KV group only."""
-        return self._last.invalid if self._groups == 1 else set()
+        return self._last.invalid if self._fails_by_block else set()
 
     def get_kv_connector_stats(self) -> HeadwaterStats | None:
         """This side's sums since the last step."""
@@ -275,7 +278,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         info = NodeInfo(address, "", 0, self._instance, space, layout)
         node = Supervisor(_connect(self._config, info), _log_refusal)
         # A model with several KV groups needs the report of failed requests, which vLLM has since 0.31.
-        can_fail = self._groups == 1 or hasattr(base, "KVConnectorTransferResults")
+        can_fail = self._fails_by_block or hasattr(base, "KVConnectorTransferResults")
         return SchedulerSide(self._config, space, layout, self._ranks, node, info, can_fail=can_fail)
 
     def _start_embedded(self) -> str:

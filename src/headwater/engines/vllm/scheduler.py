@@ -299,32 +299,33 @@ class SchedulerSide:
             return
         it.chain.extend(request.all_token_ids)
         keys = it.chain.keys[:chunks]
-        if not self._reserve(it, keys, it.held) and it.held:
+        first = it.held
+        covered = self._reserve(it, keys, first)
+        if not covered and first:
             # The chunk before is not held any more: start again from the first one that is missing.
-            it.held = 0
-            self._reserve(it, keys, 0)
+            first, covered = 0, self._reserve(it, keys, 0)
+        if covered < chunks - first:
+            self.sums.short_saves += 1
         it.held = chunks
 
-    def _reserve(self, it: Tracked, keys: Sequence[ChunkKey], first: int) -> bool:
-        """Reserve keys[first:] and queue the copy; False if their parent is not held."""
+    def _reserve(self, it: Tracked, keys: Sequence[ChunkKey], first: int) -> int:
+        """Reserve keys[first:] and queue the copy; how many are held or reserved now (all, without a node)."""
         session = self._node.session
         if session is None:
-            return True
+            return len(keys) - first
         lacking = self._lacking(it, first, len(keys))
         try:
             got = session.reserve(keys[first:], keys[first - 1] if first else None, lacking, range(self._layout.shards))
         except (UnavailableError, ProtocolError, RefusedError) as error:
             self._lost(session, error)
-            return True
-        if got.covered < len(keys) - first:
-            self.sums.short_saves += 1
+            return len(keys) - first
         if got.ticket:
             parts = self._save_parts(it, got.addresses, first)
             blocks = [block for part in parts for block in part.blocks if block != NULL_BLOCK]
             self._pool.touch([self._pool.blocks[block] for block in blocks])
             self._pinned[got.ticket] = Pinned(blocks)
             self._saves.append(SaveJob(got.ticket, session.link.node[1], parts, got.deadline_s))
-        return got.covered > 0
+        return got.covered
 
     def _lacking(self, it: Tracked, first: int, end: int) -> list[tuple[int, int]]:
         """Parts that cannot be saved because the engine has dropped the blocks (outside a sliding window)."""

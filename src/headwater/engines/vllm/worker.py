@@ -212,7 +212,9 @@ class WorkerSide:
             return
         until_s = job.deadline_s if isinstance(job, SaveJob) else min(job.deadline_s, job.give_up_s)
         moving = None
-        if job.ticket and time.monotonic() <= until_s:
+        # A job of an earlier life of the node, or made while there was none, says nothing about the link of today.
+        current = queued.node is not None and queued.node.epoch == job.epoch
+        if current and job.ticket and time.monotonic() <= until_s:
             moving = self._attempt(partial(self._start, queued))
         if moving is None:
             self._report(job, ok=False)
