@@ -13,84 +13,114 @@ from headwater.core.eviction import LRU, S3FIFO, Queues
 Evictable = Callable[[int], bool]
 
 
+def ask_parked(parked: list[int], evictable: Evictable) -> int | None:
+    """The parked entry that leaves, if one of those that are looked at may: eight young ones, then four old ones."""
+    for entry in parked[::-1][:8]:
+        if evictable(entry):
+            parked.remove(entry)
+            return entry
+    for _ in range(4 if len(parked) >= 8 else 0):
+        entry = parked.pop(0)
+        if evictable(entry):
+            return entry
+        parked.append(entry)
+    return None
+
+
 class ListLRU:
-    """Least recently used, as a list from old to young."""
+    """Least recently used, as a list from old to young, and those whose turn had come while they were in use."""
 
     def __init__(self) -> None:
-        self.order: list[int] = []
+        self.recent: list[int] = []
+        self.parked: list[int] = []
 
     def insert(self, entry: int, key: bytes) -> None:
-        self.order.append(entry)
+        self.recent.append(entry)
 
     def access(self, entry: int) -> None:
-        self.order.remove(entry)
-        self.order.append(entry)
+        self.remove(entry)
+        self.recent.append(entry)
 
     def remove(self, entry: int) -> None:
-        if entry in self.order:
-            self.order.remove(entry)
+        self.recent = [it for it in self.recent if it != entry]
+        self.parked = [it for it in self.parked if it != entry]
 
     def victim(self, evictable: Evictable) -> int | None:
-        for position, entry in enumerate(self.order):
+        found = ask_parked(self.parked, evictable)
+        while found is None and self.recent:
+            entry = self.recent.pop(0)
             if evictable(entry):
-                self.order = self.order[position + 1 :] + self.order[:position]
                 return entry
-        return None
+            self.parked.append(entry)
+        if found is None:
+            found = next(filter(evictable, self.parked), None)
+            if found is not None:
+                place = self.parked.index(found)
+                self.parked = self.parked[place + 1 :] + self.parked[:place]
+        return found
 
 
 class ListS3FIFO:
-    """Algorithm 1 of the S3-FIFO paper with lists, and entries in use put to the young end of their queue."""
+    """Algorithm 1 of the S3-FIFO paper with lists, each with its parked entries."""
 
     def __init__(self, small_share: float) -> None:
         self.share = small_share
-        self.small: list[int] = []
-        self.main: list[int] = []
+        self.queues: dict[str, list[int]] = {"small": [], "main": []}
+        self.parked: dict[str, list[int]] = {"small": [], "main": []}
         self.ghosts: list[bytes] = []
         self.uses: dict[int, int] = {}
         self.keys: dict[int, bytes] = {}
 
     def insert(self, entry: int, key: bytes) -> None:
         self.uses[entry], self.keys[entry] = 0, key
-        (self.main if key in self.ghosts else self.small).append(entry)
+        self.queues["main" if key in self.ghosts else "small"].append(entry)
         self.ghosts = [it for it in self.ghosts if it != key]
 
     def access(self, entry: int) -> None:
-        self.uses[entry] = min(self.uses[entry] + 1, 3)
+        if any(entry in parked for parked in self.parked.values()):
+            self.remove(entry)
+            self.queues["main"].append(entry)
+        else:
+            self.uses[entry] = min(self.uses[entry] + 1, 3)
 
     def remove(self, entry: int) -> None:
-        self.small = [it for it in self.small if it != entry]
-        self.main = [it for it in self.main if it != entry]
+        for lists in (self.queues, self.parked):
+            for name in lists:
+                lists[name] = [it for it in lists[name] if it != entry]
+
+    def count(self) -> int:
+        return sum(map(len, [*self.queues.values(), *self.parked.values()]))
+
+    def leave(self, entry: int, origin: str) -> int:
+        if origin == "small":
+            self.ghosts = [it for it in self.ghosts if it != self.keys[entry]] + [self.keys[entry]]
+            self.ghosts = self.ghosts[-self.count() :] if self.count() else []
+        return entry
 
     def victim(self, evictable: Evictable) -> int | None:
-        if not any(map(evictable, self.small + self.main)):
-            return None
-        tried_small, tried_main = set[int](), set[int]()
-        while True:
-            wants_small = len(self.small) > self.share * (len(self.small) + len(self.main))
-            small_left = any(it not in tried_small for it in self.small)
-            main_left = any(it not in tried_main for it in self.main)
-            if small_left and (wants_small or not main_left):
-                entry = self.small.pop(0)
-                if self.uses[entry]:
-                    self.uses[entry] = 0
-                    self.main.append(entry)
-                elif evictable(entry):
-                    self.ghosts = [it for it in self.ghosts if it != self.keys[entry]] + [self.keys[entry]]
-                    self.ghosts = self.ghosts[-(len(self.small) + len(self.main)) :] if self.small + self.main else []
-                    return entry
-                else:
-                    self.small.append(entry)
-                    tried_small.add(entry)
+        small, main = self.queues["small"], self.queues["main"]
+        for origin, parked in self.parked.items():
+            found = ask_parked(parked, evictable)
+            if found is not None:
+                return self.leave(found, origin)
+        while small or main:
+            is_large = len(small) + len(self.parked["small"]) > self.share * self.count()
+            origin = "small" if small and (is_large or not main) else "main"
+            entry = self.queues[origin].pop(0)
+            if self.uses[entry]:
+                self.uses[entry] = 0 if origin == "small" else self.uses[entry] - 1
+                main.append(entry)
+            elif evictable(entry):
+                return self.leave(entry, origin)
             else:
-                entry = self.main.pop(0)
-                if self.uses[entry]:
-                    self.uses[entry] -= 1
-                    self.main.append(entry)
-                elif evictable(entry):
-                    return entry
-                else:
-                    self.main.append(entry)
-                    tried_main.add(entry)
+                self.parked[origin].append(entry)
+        for origin, parked in self.parked.items():
+            found = next(filter(evictable, parked), None)
+            if found is not None:
+                place = parked.index(found)
+                self.parked[origin] = parked[place + 1 :] + parked[:place]
+                return self.leave(found, origin)
+        return None
 
 
 steps = st.lists(
@@ -171,7 +201,7 @@ def test_s3fifo_remembers_what_left_too_early() -> None:
     for newcomer in range(100, 110):  # each pushes one of 0..9 out, unused, and leaves a ghost
         assert policy.victim(lambda _: True) == newcomer - 100
         policy.insert(newcomer, b"%d" % newcomer)
-    assert repr(policy) == "S3FIFO(small=10, main=0, ghosts=9)"
+    assert repr(policy) == "S3FIFO(small=10, main=0, parked=[0, 0], ghosts=9)"
     victim = policy.victim(lambda _: True)
     policy.insert(5, b"5")
     assert victim == 100
@@ -188,24 +218,70 @@ def test_ghosts_are_no_more_than_residents() -> None:
         assert int(repr(policy).split("ghosts=")[1].rstrip(")")) <= 10
 
 
-def test_a_search_past_entries_in_use_is_short_on_average() -> None:
-    """A chain comes leaf first: each victim is found at once, however long the chain."""
-    for policy in (LRU(), S3FIFO()):
-        asked = 0
-        resident = set(range(1000))
+POLICY_TYPES = [LRU, S3FIFO]
 
-        def is_leaf(entry: int, resident: set[int] = resident) -> bool:
-            nonlocal asked
-            asked += 1
-            return entry + 1 not in resident
 
-        for entry in range(999, -1, -1):
-            policy.insert(entry, b"%d" % entry)
-        for _ in range(1000):
-            victim = policy.victim(is_leaf)
-            assert victim is not None
-            resident.remove(victim)
-        assert asked == 1000
+class Forest:
+    """Chains of entries in one policy: an entry may leave when its child has left."""
+
+    def __init__(self, policy: LRU | S3FIFO) -> None:
+        self.policy = policy
+        self.child: dict[int, int] = {}
+        self.resident = set[int]()
+        self.asked = 0
+
+    def add(self, chain: list[int], *, leaf_first: bool) -> None:
+        self.child.update(zip(chain, chain[1:], strict=False))
+        for entry in chain[::-1] if leaf_first else chain:
+            self.policy.insert(entry, b"%d" % entry)
+            self.resident.add(entry)
+
+    def is_leaf(self, entry: int) -> bool:
+        self.asked += 1
+        return self.child.get(entry) not in self.resident
+
+    def leave(self, count: int) -> list[int]:
+        left = []
+        for _ in range(count):
+            entry = self.policy.victim(self.is_leaf)
+            assert entry is not None
+            self.resident.remove(entry)
+            left.append(entry)
+        return left
+
+
+@pytest.mark.parametrize("policy", POLICY_TYPES)
+def test_a_search_past_entries_in_use_is_short_on_average(policy: type[LRU | S3FIFO]) -> None:
+    """However long the chain, and whichever end of it came first."""
+    for leaf_first, looks in ((True, 1), (False, 2)):
+        forest = Forest(policy())
+        forest.add(list(range(1000)), leaf_first=leaf_first)
+        assert forest.leave(1000) == list(range(999, -1, -1))
+        assert forest.asked <= looks * 1000
+
+
+@pytest.mark.parametrize("policy", POLICY_TYPES)
+def test_an_old_chain_leaves_whole_before_a_young_one_however_it_was_saved(policy: type[LRU | S3FIFO]) -> None:
+    for leaf_first in (True, False):
+        forest = Forest(policy())
+        for start in range(0, 500, 50):
+            forest.add(list(range(start, start + 50)), leaf_first=leaf_first)
+        assert [entry // 50 for entry in forest.leave(500)] == [chain for chain in range(10) for _ in range(50)]
+
+
+@pytest.mark.parametrize("policy", POLICY_TYPES)
+def test_what_is_used_while_it_is_parked_stays(policy: type[LRU | S3FIFO]) -> None:
+    """An entry whose turn came while it was leased is first in line afterwards, unless it is used again."""
+    for is_used in (False, True):
+        forest = Forest(policy())
+        forest.add([0], leaf_first=True)
+        forest.add([1], leaf_first=True)
+        forest.add([2], leaf_first=True)
+        assert forest.policy.victim(lambda entry: entry != 0) == 1
+        forest.resident.remove(1)
+        if is_used:
+            forest.policy.access(0)
+        assert forest.leave(2) == ([2, 0] if is_used else [0, 2])
 
 
 def test_queues_refuse_what_would_corrupt_them() -> None:

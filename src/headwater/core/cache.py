@@ -26,11 +26,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from headwater.core.entries import NONE, Entries, State
 from headwater.core.layout import companions, longest_usable, main_group, needed_chunks
 from headwater.core.pool import Pool
-from headwater.ports import EvictionPolicy
 from headwater.types import (
     ABSENT,
     Changed,
@@ -44,6 +44,9 @@ from headwater.types import (
     TicketKind,
     Tier,
 )
+
+if TYPE_CHECKING:
+    from headwater.ports import EvictionPolicy
 
 RECLAIM_TRIES = 8
 

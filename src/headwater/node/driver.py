@@ -1,7 +1,7 @@
 """The node itself: drives the core with real memory and a real clock, one request at a time.
 
 Not thread-safe on purpose: the server's one event-loop thread is the only caller of `handle`, `expire` and
-`close_instance`. Other threads (metrics) only read sums.
+`close_instance`; whoever else wants to know something asks the server (`Server.ask`).
 """
 
 from __future__ import annotations
