@@ -82,6 +82,17 @@ class EvictionPolicySuite:
             assert policy.victim(only(free)) == free
             assert len(policy) == count - 1
 
+    @pytest.mark.parametrize("count", [3, 70, 300])
+    def test_the_one_that_may_leave_is_found_among_many_in_use(self, count: int) -> None:
+        """After all have been found in use, once or again and again."""
+        for free in range(0, count, 1 + count // 40):
+            policy = self.filled(count)
+            for _ in range(free % 3 + 1):
+                assert policy.victim(never) is None
+            assert policy.victim(only(free)) == free
+            assert policy.victim(only(free)) is None
+            assert {policy.victim(always) for _ in range(count - 1)} == set(range(count)) - {free}
+
     def test_a_removed_entry_is_no_victim(self) -> None:
         policy = self.filled(4)
         policy.remove(2)

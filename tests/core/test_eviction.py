@@ -14,17 +14,11 @@ Evictable = Callable[[int], bool]
 
 
 def ask_parked(parked: list[int], evictable: Evictable) -> int | None:
-    """The parked entry that leaves, if one of those that are looked at may: eight young ones, then four old ones."""
-    for entry in parked[::-1][:8]:
-        if evictable(entry):
-            parked.remove(entry)
-            return entry
-    for _ in range(4 if len(parked) >= 8 else 0):
-        entry = parked.pop(0)
-        if evictable(entry):
-            return entry
-        parked.append(entry)
-    return None
+    """The youngest parked entry that may leave (the model is for few entries, all of which are looked at)."""
+    found = next(filter(evictable, reversed(parked)), None)
+    if found is not None:
+        parked.remove(found)
+    return found
 
 
 class ListLRU:
@@ -52,11 +46,6 @@ class ListLRU:
             if evictable(entry):
                 return entry
             self.parked.append(entry)
-        if found is None:
-            found = next(filter(evictable, self.parked), None)
-            if found is not None:
-                place = self.parked.index(found)
-                self.parked = self.parked[place + 1 :] + self.parked[:place]
         return found
 
 
@@ -114,12 +103,6 @@ class ListS3FIFO:
                 return self.leave(entry, origin)
             else:
                 self.parked[origin].append(entry)
-        for origin, parked in self.parked.items():
-            found = next(filter(evictable, parked), None)
-            if found is not None:
-                place = parked.index(found)
-                self.parked[origin] = parked[place + 1 :] + parked[:place]
-                return self.leave(found, origin)
         return None
 
 

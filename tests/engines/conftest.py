@@ -14,7 +14,7 @@ def serve(tmp_path: Path) -> Iterator[Any]:
 
     made: list[Served] = []
 
-    def make(memory: int = 64 << 20, **node: Any) -> Served:
+    def make(memory: int = 16 << 20, **node: Any) -> Served:
         directory = tmp_path / f"{len(made)}"
         directory.mkdir(mode=0o700)
         made.append(Served(directory, memory, **node))
@@ -28,5 +28,5 @@ def serve(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def served(serve: Any) -> Any:
-    """A node of 64 MiB."""
+    """A node of 16 MiB."""
     return serve()

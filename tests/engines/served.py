@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class MovedClock:
 class Served:
     """A node in a thread of this process, and engines that use it. `node` are settings of every life of the node."""
 
-    def __init__(self, directory: Path, memory: int = 64 << 20, **node: Any) -> None:
+    def __init__(self, directory: Path, memory: int = 16 << 20, **node: Any) -> None:
         self.directory, self.memory, self.node = directory, memory, node
         self.address = f"unix:{directory}/node.sock"
         self.clock = MovedClock()
@@ -113,6 +114,7 @@ class Served:
     def lacks_tickets(self) -> None:
         """Assert that nobody holds anything in the node, which is sound."""
         eventually(lambda: not self.cache.tickets, lambda: f"tickets are left: {self.cache.tickets}")
+        fetch_status(self.address, WAIT_S)  # an answer: the node has ended what it was doing
         self.cache.check()
 
     def close(self) -> None:
@@ -199,3 +201,59 @@ class Faults:
         some = self.random.randrange(len(blocks) + 1) if self.random.random() < 0.5 else 0
         copy(group, blocks[:some], places[:some], *rest)
         raise RuntimeError("injected")
+
+
+class LateCopies:
+    """Copies that go on by themselves, as a device's do: each is made when it is asked for the n-th time.
+
+    With a share of failures, a copy is refused at once, or fails while it is on its way. When the node's memory is
+    let go of, what is on its way is made first.
+    """
+
+    def __init__(self, engine: Engine, seed: int, share: float = 0.0, longest: int = 8) -> None:
+        self.random, self.share, self.longest, self.failed = random.Random(seed), share, longest, 0
+        self.under_way: list[LateCopy] = []
+        for rank in range(len(engine.workers)):
+            pages = copier(engine, rank)._pages
+            for name in ("start_gather", "start_scatter"):
+                setattr(pages, name, functools.partial(self.start, pages, getattr(pages, name)))
+            pages.detach = functools.partial(self.detach, pages, pages.detach)
+
+    def start(self, pages: Any, copy: Callable[..., Any], *arguments: Any) -> "LateCopy":
+        fails = self.random.random() < self.share
+        self.failed += fails
+        if fails and self.random.random() < 0.5:
+            raise RuntimeError("injected: refused")
+        polls = self.random.randrange(self.longest + 1)
+        self.under_way.append(LateCopy(self, pages, functools.partial(copy, *arguments), polls, fails))
+        return self.under_way[-1]
+
+    def detach(self, pages: Any, detach: Callable[[], None]) -> None:
+        for it in [it for it in self.under_way if it.pages is pages]:
+            it.make()
+        detach()
+
+
+@dataclass(eq=False)
+class LateCopy:
+    """One of them."""
+
+    copies: LateCopies
+    pages: Any
+    act: Callable[[], Any]
+    polls: int
+    fails: bool
+
+    def make(self) -> None:
+        if self in self.copies.under_way:
+            self.copies.under_way.remove(self)
+            self.act()
+
+    def done(self) -> bool:
+        self.polls -= 1
+        if self.polls >= 0:
+            return False
+        self.make()
+        if self.fails:
+            raise RuntimeError("injected: failed on its way")
+        return True

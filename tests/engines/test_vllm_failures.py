@@ -1,5 +1,6 @@
 """Copies that fail, leases that end, chunks that leave: what is not loaded is reported exactly and computed."""
 
+import functools
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from tests.engines.served import (
     WINDOW,
     Faults,
     Gate,
+    LateCopies,
     copier,
     decider,
     eventually,
@@ -166,6 +168,61 @@ def test_a_failed_save_behind_held_chunks_is_not_seen(served, mode) -> None:
     assert ask(second, "a", prompt) == 64
     assert second.computed_tokens["a"] == 130 + 4
     assert ask(third, "b", prompt) == 64
+
+
+@MODES
+@SHAPED
+def test_copies_that_a_device_makes_by_itself(served, shape, mode, seed) -> None:
+    """Several at a time, over in any order, some refused and some failing on their way."""
+    engines = [served.engine(shape, mode) for _ in range(2)]
+    late = [LateCopies(engine, seed + n, 0.1, 30) for n, engine in enumerate(engines)]
+    for turn in range(3):
+        for engine in engines:
+            check_outputs(engine, workload(engine, seed + turn))
+            engine.forget()
+    assert sum(it.failed for it in late) > 2
+    assert not any(it.under_way for it in late)
+    reader = served.engine(shape, mode)
+    check_outputs(reader, workload(reader, seed))
+    assert reader.load_log
+
+
+@MODES
+@pytest.mark.parametrize("kind", ["load", "save"])
+def test_a_job_that_fails_half_started_ends_when_nothing_is_on_its_way(served, kind, mode) -> None:
+    """The first KV group's copy has begun when the second's is refused: its blocks are not free yet."""
+    first, second = (served.engine(WINDOW, mode) for _ in range(2))
+    prompt = save(first, words(130)) if kind == "load" else words(130)
+    late = LateCopies(second, 0, 0.0, 0)
+    started = []
+    pages = copier(second)._pages
+
+    def start(start_copy: Callable[..., Any], group: int, *arguments: Any) -> Any:
+        if started:
+            raise RuntimeError("injected")
+        started.append(start_copy(group, *arguments))
+        started[0].polls = 1 << 30
+        return started[0]
+
+    name = "start_scatter" if kind == "load" else "start_gather"
+    setattr(pages, name, functools.partial(start, getattr(pages, name)))
+    second.add("a", prompt)
+    while not started:
+        second.step()
+    second.abort("a")
+    for n in range(6):
+        second.add(f"{n}", words(100, 50 + n), max_tokens=3, transfer=SKIP)
+    for _ in range(30):
+        second.step()
+    if kind == "load":
+        assert "a" in second.loads
+    else:
+        assert decider(second)._pinned
+    started[0].polls = 0
+    second.run()
+    for n in range(6):
+        assert second.outputs[f"{n}"] == continuation(words(100, 50 + n), 3)
+    assert not late.under_way
 
 
 @MODES

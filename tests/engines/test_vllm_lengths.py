@@ -11,6 +11,7 @@ EDGES = sorted({edge + step for edge in range(0, 3 * CHUNK + 1, BLOCK) for step 
 SHAPES = {
     "dense": DENSE,
     "window": WINDOW,
+    "window-only": Shape(layers=0, window_tokens=40),
     "tp2": Shape(tp=2),
     "pp2": Shape(pp=2),
     "tp2-replicated": Shape(tp=2, replicated=True),

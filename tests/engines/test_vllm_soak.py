@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines.harness import Engine, Shape
 from tests.engines.oracle import continuation
-from tests.engines.served import Faults, Served, decider, eventually, intercept
+from tests.engines.served import Faults, LateCopies, Served, decider, eventually, intercept
 from tests.engines.workload import words
 
 RUNS = 40
@@ -89,14 +89,17 @@ class Soak:
 def test_soak(serve: Any, seed: int, run: int) -> None:
     rng = random.Random(f"{seed}/{run}")
     shape, small = shape_of(rng), rng.random() < 0.5
-    served = serve(1 << 20 if small else 64 << 20, eviction=rng.choice(["lru", "s3fifo"]))
+    served = serve((1 if small else 16) << 20, eviction=rng.choice(["lru", "s3fifo"]))
     mode = {"asynchronous": rng.random() < 0.5, "second_runner": rng.random() < 0.5}
     extra = {"chunk_tokens": rng.choice([16, 32, 48]), "copy_threads": rng.choice([1, 2]), **QUICK}
     engines = [served.engine(shape, mode, **extra) for _ in range(2)]
     share = rng.choice([0.0, 0.1, 0.3])
     for engine in engines:
-        for name in ("gather", "scatter"):
-            intercept(engine, name, Faults(rng.randrange(1 << 30), share))
+        if rng.random() < 0.5:
+            LateCopies(engine, rng.randrange(1 << 30), share)
+        else:
+            for name in ("gather", "scatter"):
+                intercept(engine, name, Faults(rng.randrange(1 << 30), share))
     soak, common = Soak(rng, served, engines), words(120, run)
     for _ in range(30):
         soak.ask(common)

@@ -16,6 +16,7 @@ from headwater.errors import ProtocolError, RefusedError, ResourceError
 from headwater.node import driver
 from headwater.node.driver import Node
 from headwater.node.messages import (
+    FRAME_BYTES_MAX,
     PROTOCOL,
     Hello,
     Load,
@@ -25,6 +26,8 @@ from headwater.node.messages import (
     Registered,
     Reserve,
     Reserved,
+    Status,
+    encode,
 )
 from headwater.types import HitRule, KVGroup, KVLayout, pack_keys
 from tests.node.conftest import MovedClock, Rig, descriptors
@@ -56,8 +59,10 @@ def test_namespaces_are_bounded_because_they_stay(node: Node, monkeypatch: pytes
 
 
 def test_status_fits_a_frame_whatever_there_is(node: Node) -> None:
+    widest = "\x00" * driver.NAME_CHARS_MAX  # six bytes each in JSON
+    fields = dict.fromkeys(("kv_dtype", "layout", "parallel", "tenant"), widest)
     for index in range(driver.SPACES_SHOWN + 50):
-        space = register(node, f"i{index}", model=f"{index}" + "x" * 1000)
+        space = register(node, f"i{index}", model=f"{index:04}" + widest[4:], **fields)
         if index % 2:
             reply = node.handle(f"i{index}", Reserve(space, b"", pack_keys(keys(1 + index % 3)), (), (0,)))
             assert isinstance(reply, Reserved)
@@ -66,6 +71,8 @@ def test_status_fits_a_frame_whatever_there_is(node: Node) -> None:
     assert isinstance(shown, list)
     assert len(shown) == driver.SPACES_SHOWN
     assert min(it["held_bytes"] for it in shown[:150]) > 0, "those that hold most"
+    reply = node.handle("i0", Status())
+    assert len(encode(reply)) < FRAME_BYTES_MAX
 
 
 def test_tickets_are_bounded_and_that_is_an_outcome(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,38 +76,60 @@ class Queues:
         """The next entry towards the old end of its queue, or NONE."""
         return self._older[entry]
 
+    def younger(self, entry: int) -> int:
+        """The next entry towards the young end of its queue, or NONE."""
+        return self._younger[entry]
 
-YOUNG_LOOKS, OLD_LOOKS = 8, 4
+
+YOUNG_LOOKS, OLD_LOOKS = 64, 4
 
 
-def take_parked(queues: Queues, parked: int, evictable: Callable[[int], bool]) -> int | None:
-    """Take an entry out of the parked queue that may leave by now, looking only at a few.
+class Parked:
+    """The entries of one queue whose turn has come while they were in use.
 
-    At the young end are the ancestors of what left last; the old end is gone through bit by bit.
+    At the young end are the ancestors of what left last, in the pieces in which they were saved: most likely one of
+    them may leave next. The rest is gone through bit by bit.
     """
-    entry = queues.youngest(parked)
-    for _ in range(YOUNG_LOOKS):
-        if entry == NONE:
-            return None
-        if evictable(entry):
-            queues.take(entry)
-            return entry
-        entry = queues.older(entry)
-    return take_rotating(queues, parked, evictable, OLD_LOOKS)
 
+    def __init__(self, queues: Queues, queue: int) -> None:
+        self._queues, self._queue = queues, queue
+        self._next = NONE
 
-def take_rotating(queues: Queues, queue: int, evictable: Callable[[int], bool], looks: int) -> int | None:
-    """Take the first evictable one of the `looks` oldest entries; the others go to the young end."""
-    for _ in range(looks):
-        entry = queues.oldest(queue)
-        queues.take(entry)
-        if evictable(entry):
-            return entry
-        queues.push(queue, entry)
-    return None
+    def __len__(self) -> int:
+        return self._queues.sizes[self._queue]
 
+    def park(self, entry: int) -> None:
+        """Let an entry wait that is in no queue."""
+        self._queues.push(self._queue, entry)
 
-RECENT, PARKED = 0, 1
+    def take(self, evictable: Callable[[int], bool]) -> int | None:
+        """Take out an entry that may leave by now, looking only at a few."""
+        queues = self._queues
+        entry = queues.youngest(self._queue)
+        for _ in range(YOUNG_LOOKS):
+            if entry == NONE:
+                return None
+            if evictable(entry):
+                queues.take(entry)
+                return entry
+            entry = queues.older(entry)
+        return self._take_old(evictable, OLD_LOOKS)
+
+    def take_any(self, evictable: Callable[[int], bool]) -> int | None:
+        """Take out an entry that may leave, if there is one."""
+        return self._take_old(evictable, len(self))
+
+    def _take_old(self, evictable: Callable[[int], bool], looks: int) -> int | None:
+        queues = self._queues
+        for _ in range(looks):
+            entry = self._next
+            if entry == NONE or queues.queue_of(entry) != self._queue:
+                entry = queues.oldest(self._queue)
+            self._next = queues.younger(entry)
+            if evictable(entry):
+                queues.take(entry)
+                return entry
+        return None
 
 
 class LRU:
@@ -115,21 +137,22 @@ class LRU:
 
     def __init__(self) -> None:
         self._queues = Queues(2)
+        self._parked = Parked(self._queues, 1)
 
     def __len__(self) -> int:
         return sum(self._queues.sizes)
 
     def __repr__(self) -> str:
-        return f"LRU({len(self)} entries, {self._queues.sizes[PARKED]} of them parked)"
+        return f"LRU({len(self)} entries, {len(self._parked)} of them parked)"
 
     def insert(self, entry: int, key: bytes) -> None:
         """See `ports.EvictionPolicy`."""
-        self._queues.push(RECENT, entry)
+        self._queues.push(0, entry)
 
     def access(self, entry: int) -> None:
         """See `ports.EvictionPolicy`."""
         self._queues.take(entry)
-        self._queues.push(RECENT, entry)
+        self._queues.push(0, entry)
 
     def remove(self, entry: int) -> None:
         """See `ports.EvictionPolicy`."""
@@ -138,21 +161,19 @@ class LRU:
 
     def victim(self, evictable: Callable[[int], bool]) -> int | None:
         """See `ports.EvictionPolicy`."""
-        queues = self._queues
-        found = take_parked(queues, PARKED, evictable)
-        while found is None and queues.sizes[RECENT]:
-            entry = queues.oldest(RECENT)
-            queues.take(entry)
+        found = self._parked.take(evictable)
+        if found is not None:
+            return found
+        while self._queues.sizes[0]:
+            entry = self._queues.oldest(0)
+            self._queues.take(entry)
             if evictable(entry):
                 return entry
-            queues.push(PARKED, entry)
-        if found is None:
-            found = take_rotating(queues, PARKED, evictable, queues.sizes[PARKED])
-        return found
+            self._parked.park(entry)
+        return self._parked.take_any(evictable)
 
 
-SMALL, MAIN, SMALL_PARKED, MAIN_PARKED = 0, 1, 2, 3
-PARKED_OF = (SMALL_PARKED, MAIN_PARKED)
+SMALL, MAIN = 0, 1
 
 
 class S3FIFO:
@@ -165,6 +186,7 @@ class S3FIFO:
 
     def __init__(self, small_share: float = 0.1) -> None:
         self._queues = Queues(4)
+        self._parked = (Parked(self._queues, 2), Parked(self._queues, 3))
         self._small_share = small_share
         self._uses = array("b")
         self._keys: list[bytes] = []
@@ -190,7 +212,7 @@ class S3FIFO:
 
     def access(self, entry: int) -> None:
         """See `ports.EvictionPolicy`."""
-        if self._queues.queue_of(entry) in PARKED_OF:
+        if self._queues.queue_of(entry) > MAIN:
             # Its turn has come already: this use is what saves it, so that nothing is left to count.
             self._queues.take(entry)
             self._queues.push(MAIN, entry)
@@ -205,12 +227,12 @@ class S3FIFO:
     def victim(self, evictable: Callable[[int], bool]) -> int | None:
         """See `ports.EvictionPolicy`."""
         queues = self._queues
-        for origin, parked in enumerate(PARKED_OF):
-            found = take_parked(queues, parked, evictable)
+        for origin, parked in enumerate(self._parked):
+            found = parked.take(evictable)
             if found is not None:
                 return self._leave(found, origin)
         while queues.sizes[SMALL] or queues.sizes[MAIN]:
-            small = queues.sizes[SMALL] + queues.sizes[SMALL_PARKED]
+            small = queues.sizes[SMALL] + len(self._parked[SMALL])
             wants_small = small > self._small_share * len(self) or not queues.sizes[MAIN]
             origin = SMALL if queues.sizes[SMALL] and wants_small else MAIN
             entry = queues.oldest(origin)
@@ -221,9 +243,9 @@ class S3FIFO:
             elif evictable(entry):
                 return self._leave(entry, origin)
             else:
-                queues.push(PARKED_OF[origin], entry)
-        for origin, parked in enumerate(PARKED_OF):
-            found = take_rotating(queues, parked, evictable, queues.sizes[parked])
+                self._parked[origin].park(entry)
+        for origin, parked in enumerate(self._parked):
+            found = parked.take_any(evictable)
             if found is not None:
                 return self._leave(found, origin)
         return None

@@ -58,6 +58,7 @@ SHARDS_MAX = 4096
 GROUPS_MAX = 64
 NAME_CHARS_MAX = 1024
 SPACES_SHOWN = 256
+NAME_CHARS_SHOWN = 200
 
 
 class MonotonicClock:
@@ -319,11 +320,11 @@ def _space_status(space: Space, leases: int) -> dict[str, object]:
     namespace = space.namespace
     return {
         "namespace": _public_name(namespace),
-        "model": namespace.model,
-        "kv_dtype": namespace.kv_dtype,
-        "layout": namespace.layout,
-        "parallel": namespace.parallel,
-        "tenant": namespace.tenant,
+        "model": namespace.model[:NAME_CHARS_SHOWN],
+        "kv_dtype": namespace.kv_dtype[:NAME_CHARS_SHOWN],
+        "layout": namespace.layout[:NAME_CHARS_SHOWN],
+        "parallel": namespace.parallel[:NAME_CHARS_SHOWN],
+        "tenant": namespace.tenant[:NAME_CHARS_SHOWN],
         "tier": "host",
         "chunk_tokens": space.layout.chunk_tokens,
         "chunk_bytes": sum(space.layout.slot_bytes(group) for group in range(len(space.index))),

@@ -65,17 +65,14 @@ class Queued:
 
 @dataclass(slots=True, eq=False)
 class Moving:
-    """A job whose copies have been given to the device."""
+    """A job whose copies have been given to the device: those that are not over, and whether one has failed."""
 
     queued: Queued
-    session: Session
-    started_s: float
+    started_s: float = 0.0
+    session: Session | None = None
     copies: list[Copy] = field(default_factory=list)
     size_bytes: int = 0
-
-    def over(self) -> bool:
-        """Whether all its copies are."""
-        return all(copy.done() for copy in self.copies)
+    failed: bool = False
 
 
 class WorkerSide:
@@ -211,24 +208,28 @@ class WorkerSide:
             self._report(job, ok=True)
             return
         until_s = job.deadline_s if isinstance(job, SaveJob) else min(job.deadline_s, job.give_up_s)
-        moving = None
         # A job of an earlier life of the node, or made while there was none, says nothing about the link of today.
         current = queued.node is not None and queued.node.epoch == job.epoch
         if current and job.ticket and time.monotonic() <= until_s:
-            moving = self._attempt(partial(self._start, queued))
-        if moving is None:
-            self._report(job, ok=False)
-        else:
-            self._moving.append(moving)
+            moving = Moving(queued)
+            moving.failed = self._attempt(partial(self._start, moving)) is None
+            if moving.copies or not moving.failed:
+                self._moving.append(moving)
+                return
+        self._report(job, ok=False)
 
     def _settle(self) -> None:
-        """Report the jobs whose copies are over; a device copies several at a time."""
+        """Report the jobs whose copies are all over, failed or not: only then are their blocks and slots free."""
         for it in list(self._moving):
-            over = self._attempt(it.over)
-            if over is False or it not in self._moving:
+            for copy in list(it.copies):
+                over = self._attempt(copy.done)
+                if over is not False:
+                    it.copies.remove(copy)
+                    it.failed |= over is None
+            if it.copies or it not in self._moving:
                 continue
             self._moving.remove(it)
-            self._report(it.queued.job, ok=bool(over) and self._attempt(partial(self._end, it)) is True)
+            self._report(it.queued.job, ok=not it.failed and self._attempt(partial(self._end, it)) is True)
 
     def _attempt(self, act: Callable[[], T]) -> T | None:
         """The door where operating failures become an outcome: None."""
@@ -243,12 +244,13 @@ class WorkerSide:
             self._disconnect()
         return None
 
-    def _start(self, queued: Queued) -> Moving:
-        """Give every block of a job to the device."""
-        job, pages = queued.job, self._pages_in_use
-        session = self._connected(queued.node, job.epoch)
+    def _start(self, moving: Moving) -> bool:
+        """Give every block of a job to the device; when this raises, some may be on their way."""
+        queued, pages = moving.queued, self._pages_in_use
+        job = queued.job
+        session = moving.session = self._connected(queued.node, job.epoch)
+        moving.started_s = time.monotonic()
         start = pages.start_gather if isinstance(job, SaveJob) else pages.start_scatter
-        moving = Moving(queued, session, time.monotonic())
         for part in job.parts:
             blocks, places = self._places(session, part)
             if len(blocks):
@@ -256,11 +258,12 @@ class WorkerSide:
                 moving.copies.append(start(part.group, blocks, places, stride_bytes, queued.mark))
                 group = session.layout.groups[part.group]
                 moving.size_bytes += len(blocks) * group.block_bytes * group.shard_layers[self._shard]
-        return moving
+        return True
 
     def _end(self, it: Moving) -> bool:
         """The copies of a job are over: whether they count."""
         job = it.queued.job
+        assert it.session is not None, "a job whose copies all began has one"
         # The bytes are good only if the ticket still held when the copy had ended: by the clock, and by the node.
         ended_s = time.monotonic()
         shard = self._shard if isinstance(job, SaveJob) else self._rank
