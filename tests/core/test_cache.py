@@ -344,6 +344,17 @@ def test_the_parent_of_what_is_being_placed_keeps_its_slab() -> None:
     assert cache.pool.taken_slots == 1
 
 
+def test_room_is_found_though_the_oldest_leaf_shares_its_slab_with_what_is_being_written() -> None:
+    layout = hybrid(group(), group(HitRule.LAST, pages=2))
+    cache = Cache(Pool([8 * PAGE_BYTES], 4 * PAGE_BYTES), POLICIES["lru"](), LOAD_S, SAVE_S)
+    space = cache.add_space(namespace(layout), layout)
+    save(cache, space, chain(8), lacking=frozenset((1, at) for at in range(8)))
+    assert cache.pool.taken_slots == 8
+    # The new chunk takes the place of the one leaf, in its slab; its companion needs the other slab.
+    assert reserve(cache, space, chain(1, seed=1)).covered == 1
+    cache.check()
+
+
 def test_emptying_a_slab_of_long_chains_takes_linear_time() -> None:
     small, large = dense(), dense(pages=2048)
     cache = Cache(Pool([2048 * PAGE_BYTES], 2048 * PAGE_BYTES), POLICIES["lru"](), LOAD_S, SAVE_S)
@@ -662,3 +673,15 @@ def test_a_cache_explains_itself() -> None:
         "Pool(3 slots of [4096] bytes taken, 12288/16384 bytes, 1/4 slabs unassigned))"
     )
     assert all_shards(cache, space) == (0,)
+
+
+def test_tickets_that_their_owner_does_not_know_of_end() -> None:
+    cache, space = small_cache(8)
+    known = cache.reserve("engine", space, None, chain(2), (), (0,), 0.0)
+    lost = cache.reserve("engine", space, None, chain(2, seed=1), (), (0,), 0.0)
+    other = cache.reserve("other", space, None, chain(2, seed=2), (), (0,), 0.0)
+    assert cache.keep("engine", {known.ticket}) == 1
+    assert set(cache.tickets) == {known.ticket, other.ticket}
+    assert not cache.done("engine", lost.ticket, 0, (), 0.0)
+    assert cache.reserve("third", space, None, chain(2, seed=1), (), (0,), 0.0).ticket, "the slots' keys are free again"
+    cache.check()

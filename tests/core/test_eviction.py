@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -214,7 +215,7 @@ class Forest:
         self.asked = 0
 
     def add(self, chain: list[int], *, leaf_first: bool) -> None:
-        self.child.update(zip(chain, chain[1:], strict=False))
+        self.child.update(itertools.pairwise(chain))
         for entry in chain[::-1] if leaf_first else chain:
             self.policy.insert(entry, b"%d" % entry)
             self.resident.add(entry)

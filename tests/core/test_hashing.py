@@ -279,5 +279,9 @@ def test_packed_keys_split_again_and_odd_lengths_are_refused() -> None:
     keys = chunk_keys(PLAIN.root(), list(range(12)), 4)
     assert split_keys(pack_keys(keys)) == keys
     assert split_keys(b"") == []
+    for count in (1, 63, 64, 65, 128, 200):
+        packed = bytes(range(256)) * 13
+        assert b"".join(split_keys(packed[: 16 * count])) == packed[: 16 * count]
+        assert {len(key) for key in split_keys(packed[: 16 * count])} == {16}
     with pytest.raises(ValueError, match="17 bytes"):
         split_keys(b"x" * 17)

@@ -1,5 +1,6 @@
 """The node is absent, killed, restarted or silent while engines serve: nobody waits, nobody touches what is not his."""
 
+import threading
 import time
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from headwater.config import EngineConfig
 from headwater.engines.vllm import worker
 from headwater.node.client import Link
+from headwater.node.messages import Load, Reserve
 from tests.engines.harness import Engine, Shape
 from tests.engines.oracle import continuation
 from tests.engines.served import DENSE, MODES, ON_CPU, ON_GPU, WINDOW, Gate, Served, copier, decider, eventually
@@ -236,3 +238,36 @@ def test_a_node_that_refuses(serve, mode) -> None:
     ask(engine, "b", words(130))
     engine.forget()
     assert ask(engine, "c", words(130)) == 128
+
+
+@MODES
+@pytest.mark.parametrize("verb", [Load, Reserve])
+def test_a_ticket_whose_announcement_was_lost_is_given_back(served, verb, mode) -> None:
+    """The node has granted it, its reply came too late, and the ranks keep the instance alive."""
+    prompt = words(130)
+    ask(served.engine(DENSE, mode), "a", words(70))
+    engine = served.engine(DENSE, mode, **QUICK)
+    ask(engine, "b", words(40, 3))
+    node = served.embedded.server.node
+    handle, resumed = node.handle, threading.Event()
+
+    def answer_late(instance: str, request: Any) -> Any:
+        reply = handle(instance, request)
+        if isinstance(request, verb):
+            resumed.wait()
+        return reply
+
+    node.handle = answer_late
+    try:
+        ask(engine, "c", prompt)
+    finally:
+        node.handle = handle
+        resumed.set()
+    assert healed(engine) < HEAL_S
+    assert served.cache.tickets, "the scene did not come about"
+    settle(engine)
+    served.lacks_tickets()
+    engine.forget()
+    ask(engine, "d", prompt)
+    engine.forget()
+    assert ask(engine, "e", prompt) == 128

@@ -279,6 +279,13 @@ class Cache:
         self._finish(ticket_id, commit=False)
         return True
 
+    def keep(self, owner: str, known: Collection[int]) -> int:
+        """An owner says which of its tickets it knows of; the others, which it can never end, end now; how many."""
+        lost = [number for number, ticket in self.tickets.items() if ticket.owner == owner and number not in known]
+        for number in lost:
+            self._finish(number, commit=False)
+        return len(lost)
+
     def close(self, owner: str) -> int:
         """Every process of an owner is gone: release all that it held; the number of tickets."""
         held = [number for number, ticket in self.tickets.items() if ticket.owner == owner]

@@ -30,6 +30,7 @@ from headwater.node.messages import (
     Done,
     Ended,
     Hello,
+    Keep,
     Load,
     Loaded,
     Match,
@@ -259,6 +260,10 @@ class Session:
     def release(self, tickets: Sequence[int]) -> int:
         """Give tickets up; how many were open."""
         return self.link.call(Release(tuple(tickets)), Ended).count
+
+    def keep(self, tickets: Sequence[int]) -> int:
+        """Name all tickets that this instance knows of; what it holds besides is freed; how many those were."""
+        return self.link.call(Keep(tuple(tickets)), Ended).count
 
     def clear(self) -> int:
         """Delete every chunk of this namespace that nobody uses; how many."""

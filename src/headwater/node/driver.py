@@ -31,6 +31,7 @@ from headwater.node.messages import (
     Done,
     Ended,
     Hello,
+    Keep,
     Load,
     Loaded,
     Match,
@@ -98,6 +99,7 @@ class Node:
             Reserve: self._reserve,
             Done: self._done,
             Release: self._release,
+            Keep: self._keep,
             Clear: self._clear,
             Status: self._status,
         }
@@ -216,6 +218,11 @@ class Node:
         assert isinstance(request, Release)
         _check_count("tickets", request.tickets)
         return Ended(sum(self.cache.release(instance, ticket) for ticket in request.tickets))
+
+    def _keep(self, instance: str, request: Request, now: float) -> Reply:
+        assert isinstance(request, Keep)
+        _check_count("tickets", request.tickets)
+        return Ended(self.cache.keep(instance, frozenset(request.tickets)))
 
     def _clear(self, instance: str, request: Request, now: float) -> Reply:
         assert isinstance(request, Clear)

@@ -170,7 +170,14 @@ class Refused(Message, tag=19):
     remedy: str
 
 
-Request = Hello | Register | Match | Contains | Load | Reserve | Done | Release | Clear | Status
+class Keep(Message, tag=20):
+    """Of this instance's tickets, these are known to it; the others are freed: the reply that named them was lost, so
+    nobody can have used them."""
+
+    tickets: tuple[int, ...]
+
+
+Request = Hello | Register | Match | Contains | Load | Reserve | Done | Release | Keep | Clear | Status
 Reply = Welcome | Registered | Matched | Contained | Loaded | Reserved | Ended | StatusReply | Refused
 
 UNDECODABLE = (msgspec.DecodeError, msgspec.ValidationError, OverflowError, UnicodeError, RecursionError)

@@ -90,6 +90,7 @@ class SchedulerSide:
         self._saves: list[SaveJob] = []
         self._pinned: dict[int, Pinned] = {}
         self._loading: dict[str, LoadJob] = {}
+        self._reconciled: Session | None = None
         self._failed: set[str] = set()
         self._owed: list[int] = []
         self._roots: dict[tuple[str, str], bytes] = {}
@@ -213,6 +214,7 @@ class SchedulerSide:
     def step(self, output: Any) -> StepMetadata:
         """The jobs of one step, from vLLM's SchedulerOutput."""
         self._update_tables(output)
+        self._reconcile()
         self._release([])
         if self._config.save:
             drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
@@ -230,6 +232,18 @@ class SchedulerSide:
             name, epoch = session.link.node
             node = replace(self._info, name=name, epoch=epoch)
         return StepMetadata(node, saves, loads, idle)
+
+    def _reconcile(self) -> None:
+        """On a new session, tell the node which tickets we know: the reply that named another was lost with the old."""
+        session = self._node.session
+        if session is None or session is self._reconciled:
+            return
+        known = [*self._pinned, *self._owed, *(job.ticket for job in self._loading.values())]
+        try:
+            session.keep(known)
+            self._reconciled = session
+        except (UnavailableError, ProtocolError, RefusedError) as error:
+            self._lost(session, error)
 
     def finished(self, request: Any, blocks: Blocks) -> None:
         """A request ended in whatever way: save the chunks that are complete, and forget it."""
