@@ -17,17 +17,17 @@ from headwater.types import ChunkKey, TicketKind
 from tests.core.examples import LOAD_S, SAVE_S, chain, dense, granted_slots, load, reserve, save, small_cache
 
 TABLE = """
-       next  next-fails  next-late  stale  foreign  release  foreign-release  tick  late-tick  close  foreign-close  clear  pressure
-L0     L1    L1          L1         L0!    L0!      LE       L0!              L0    LE         LE     L0             L0     L0
-L1     LE    LE          LE         L1!    L1!      LE       L1!              L1    LE         LE     L1             L1     L1
-LE     LE!   LE!         LE!        LE!    LE!      LE!      LE!              LE    LE         LE     LE             GONE   GONE
-S0     S1    SF          Q1         S0!    S0!      SD       S0!              S0    Q0         SD     S0             S0     S0
-S1     SC    SD          SD         S1!    S1!      SD       S1!              S1    Q1         SD     S1             S1     S1
-SF     SD    SD          SD         SF!    SF!      SD       SF!              SF    Q1         SD     SF             SF     SF
-Q0     Q1    Q1          Q1         Q0!    Q0!      SD       Q0!              Q0    Q0         SD     Q0             Q0     Q0
-Q1     SD    SD          SD         Q1!    Q1!      SD       Q1!              Q1    Q1         SD     Q1             Q1     Q1
-SC     SC!   SC!         SC!        SC!    SC!      SC!      SC!              SC    SC         SC     SC             GONE   GONE
-SD     SD!   SD!         SD!        SD!    SD!      SD!      SD!              SD    SD         SD     SD             SD     SD
+       next  next-fails  next-late  stale  foreign  release  foreign-release  tick  late-tick  close  foreign-close  clear  pressure  known  forgotten  foreign-word
+L0     L1    L1          L1         L0!    L0!      LE       L0!              L0    LE         LE     L0             L0     L0        L0     LE         L0
+L1     LE    LE          LE         L1!    L1!      LE       L1!              L1    LE         LE     L1             L1     L1        L1     LE         L1
+LE     LE!   LE!         LE!        LE!    LE!      LE!      LE!              LE    LE         LE     LE             GONE   GONE      LE     LE         LE
+S0     S1    SF          Q1         S0!    S0!      SD       S0!              S0    Q0         SD     S0             S0     S0        S0     SD         S0
+S1     SC    SD          SD         S1!    S1!      SD       S1!              S1    Q1         SD     S1             S1     S1        S1     SD         S1
+SF     SD    SD          SD         SF!    SF!      SD       SF!              SF    Q1         SD     SF             SF     SF        SF     SD         SF
+Q0     Q1    Q1          Q1         Q0!    Q0!      SD       Q0!              Q0    Q0         SD     Q0             Q0     Q0        Q0     SD         Q0
+Q1     SD    SD          SD         Q1!    Q1!      SD       Q1!              Q1    Q1         SD     Q1             Q1     Q1        Q1     SD         Q1
+SC     SC!   SC!         SC!        SC!    SC!      SC!      SC!              SC    SC         SC     SC             GONE   GONE      SC     SC         SC
+SD     SD!   SD!         SD!        SD!    SD!      SD!      SD!              SD    SD         SD     SD             SD     SD        SD     SD         SD
 """  # noqa: E501
 
 ROWS = [line.split() for line in TABLE.strip().splitlines()]
@@ -122,6 +122,12 @@ class Scene:
                 return cache.close("a")
             case "foreign-close":
                 return cache.close("b")
+            case "known":
+                return cache.keep("a", {self.ticket, 12345})
+            case "forgotten":
+                return cache.keep("a", {12345})
+            case "foreign-word":
+                return cache.keep("b", ())
             case "clear":
                 return cache.clear(self.space)
         assert event == "pressure"
@@ -145,7 +151,7 @@ def test_every_event_in_every_state(state: str, event: str, cell: str) -> None:
 
 
 def test_the_table_has_every_state_and_event() -> None:
-    assert len(CELLS) == 10 * 13
+    assert len(CELLS) == 10 * 16
     assert len({(state, event) for state, event, _ in CELLS}) == len(CELLS)
 
 

@@ -334,12 +334,31 @@ def test_a_reset_says_when_it_was_not_whole(served, state, mode) -> None:
 
 
 @MODES
-def test_a_request_saves_again_what_a_reset_has_taken(served, mode) -> None:
-    first, second = (served.engine(DENSE, mode) for _ in range(2))
+@pytest.mark.parametrize("preempted", [False, True])
+def test_what_was_computed_before_a_reset_is_not_saved_after_it(served, preempted, mode) -> None:
+    """A reset follows a change of the weights: only what is computed again may be shared."""
+    first = served.engine(DENSE, mode)
     first.add("a", PROMPT, max_tokens=80)
     while len(first.outputs["a"]) < 20 or decider(first).saving:
         first.step()
     assert first.connector.reset_cache() is True
+    if preempted:
+        first.preempt("a")
+    first.run()
+    assert first.outputs["a"] == continuation(PROMPT, 80)
+    assert len(served.space.index[0]) == ((150 + 80 - 1) // CHUNK if preempted else 0)
+    first.add("b", words(100, 9))
+    first.run()
+    assert len(served.space.index[0]) >= 3
+
+
+@MODES
+def test_a_request_saves_again_what_has_left_in_between(served, mode) -> None:
+    first, second = (served.engine(DENSE, mode) for _ in range(2))
+    first.add("a", PROMPT, max_tokens=80)
+    while len(first.outputs["a"]) < 20 or decider(first).saving:
+        first.step()
+    assert served.cache.clear(0) == 5
     first.run()
     whole = PROMPT + first.outputs["a"]
     second.add("b", whole, max_tokens=2)

@@ -206,7 +206,33 @@ def test_ranks_do_not_queue_up_before_a_silent_node(served, monkeypatch) -> None
 
 
 @MODES
-def test_what_could_not_be_given_back_is_given_back_later(served, mode) -> None:
+def test_what_has_left_a_window_is_not_saved(served, mode) -> None:
+    """A node that comes while a long request runs: the first blocks of sliding-window layers are gone by then."""
+    shape = Shape(max_batch_tokens=32, window_tokens=40)
+    served.stop()
+    first, second = (served.engine(shape, mode) for _ in range(2))
+    prompt = words(150)
+    first.add("a", prompt, max_tokens=60)
+    while len(first.outputs["a"]) < 3:
+        first.step()
+    served.start()
+    healed(first)
+    healed(second)
+    first.run()
+    assert first.outputs["a"] == continuation(prompt, 60)
+    whole = prompt + first.outputs["a"]
+    held = (len(whole) - 1) // 32 * 32
+    for end, loaded in ((70, 0), (held + 1, held)):
+        second.forget()
+        second.add(f"{end}", whole[:end], max_tokens=3)
+        second.run()
+        assert second.outputs[f"{end}"] == continuation(whole[:end], 3)
+        assert second.loaded_tokens(f"{end}") == loaded
+
+
+@MODES
+@pytest.mark.parametrize("restarted", [False, True], ids=["resumed", "restarted"])
+def test_what_could_not_be_given_back_is_given_back_later(served, restarted, mode) -> None:
     """A rank that cannot say done, and a scheduler that cannot release for it, until the node answers again."""
     engine = served.engine(DENSE, mode, **QUICK)
     gate = Gate(engine, "gather")
@@ -218,9 +244,14 @@ def test_what_could_not_be_given_back_is_given_back_later(served, mode) -> None:
         engine.run()
         eventually(lambda: decider(engine)._node.session is None)
         assert decider(engine)._owed
+    if restarted:
+        served.stop()
+        served.start()
     settle(engine)
     assert not decider(engine)._owed
     served.lacks_tickets()
+    if restarted:  # tickets of the life before mean nothing to it
+        assert served.cache.unknown_tickets == 0
 
 
 @MODES

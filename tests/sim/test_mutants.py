@@ -14,7 +14,8 @@ from headwater.core.cache import Cache, Space, Ticket
 from headwater.core.entries import NONE, State
 from headwater.core.eviction import LRU, SMALL
 from headwater.core.pool import Pool
-from headwater.sim.instance import Instance, Job, Worker
+from headwater.sim.instance import Instance
+from headwater.sim.worker import Job, Worker
 from headwater.sim.world import MakeCache, SimulationError, World
 from headwater.types import ABSENT, ChunkKey, Loadable, Reservation, Stored, TicketKind, Tier
 
@@ -237,6 +238,30 @@ class ForgetsOwnersOnClose(Cache):
         return 0
 
 
+class KeepsNothing(Cache):
+    """An owner that comes back on a new connection loses also the tickets that it knows."""
+
+    def keep(self, owner: str, known: Collection[int]) -> int:
+        return super().keep(owner, ())
+
+
+class KeepsEverything(Cache):
+    """Tickets of which an owner was never told stay."""
+
+    def keep(self, owner: str, known: Collection[int]) -> int:
+        return 0
+
+
+class KeepsForAll(Cache):
+    """An owner's word ends the tickets of others as well."""
+
+    def keep(self, owner: str, known: Collection[int]) -> int:
+        return sum(
+            super(KeepsForAll, self).keep(other, known)
+            for other in dict.fromkeys(it.owner for it in self.tickets.values())
+        )
+
+
 class ForgetsReleases(Cache):
     """A release is answered and not carried out."""
 
@@ -428,6 +453,9 @@ CACHES: list[type[Cache]] = [
     MatchesReserved,
     IgnoresCompanions,
     ForgetsOwnersOnClose,
+    KeepsNothing,
+    KeepsEverything,
+    KeepsForAll,
     ForgetsReleases,
     ReleasesTwice,
     TrustsAnyOwner,

@@ -47,10 +47,10 @@ def test_a_thousand_seeds() -> None:
     assert total["seeds"] == 1000
     assert total["requests"] > 10_000
     assert total["hit_tokens"] > total["lookup_tokens"] / 10
-    assert total["reads"] > 3_000
-    assert total["stored"] > 15_000
-    assert total["evicted"] > 8_000
-    assert total["expired"] > 2_000
+    assert total["reads"] > 2_500
+    assert total["stored"] > 12_000
+    assert total["evicted"] > 6_000
+    assert total["expired"] > 1_500
 
 
 def test_a_seed_is_the_same_story_in_every_process() -> None:

@@ -27,6 +27,9 @@ class Faults:
     """A request is cancelled at some moment of its life."""
     changes_of_mind: float
     """A scheduler gives a reservation back instead of using it."""
+    breaks: float
+    """A scheduler's connection breaks, with replies on it; on the next it says which tickets it knows. (At each
+    request's start.)"""
     kills: float
     """An instance is killed: first its scheduler, its workers some time later. (At each request's start.)"""
     pauses: float
@@ -55,6 +58,7 @@ def draw_faults(rng: random.Random) -> Faults:
         message_repeats=sometimes(0.3),
         cancels=sometimes(0.4),
         changes_of_mind=sometimes(0.1),
+        breaks=sometimes(0.15),
         kills=sometimes(0.1),
         pauses=sometimes(0.25),
         floods=sometimes(0.5),

@@ -3,93 +3,22 @@
 What is simulated is the contract between an engine and the node:
   - a worker copies one part after another and says done when it has stopped, whatever became of the request;
   - a reader takes bytes for right only if it was done before the deadline;
-  - the scheduler releases a load at any time, a save only before its workers know of it.
+  - the scheduler releases a load at any time, a save only before its workers know of it;
+  - after a broken connection it first says which tickets it knows: what a lost reply granted, nobody has used.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from typing import Any
 
 from headwater.core.hashing import KeyChain
 from headwater.sim.host import Host, Resume, Wait
-from headwater.sim.memory import Part, part_of
+from headwater.sim.memory import part_of
 from headwater.sim.schedule import Process
+from headwater.sim.worker import Job, Worker
 from headwater.sim.workload import CHUNK_TOKENS, Model
 from headwater.types import ABSENT, ChunkKey, Loadable, Reservation, TicketKind
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """The parts that one worker copies for one ticket; `positions[i]` is the chunk of part i in the call."""
-
-    kind: TicketKind
-    ticket: int
-    deadline_s: float
-    parts: list[Part]
-    positions: list[int]
-    report: Resume
-    stop: bool = False
-    failed: set[int] = field(default_factory=set)
-
-
-class Worker:
-    """One rank: copies for one load and for one save at a time, in the order in which they came."""
-
-    def __init__(self, host: Host, owner: str, rank: int) -> None:
-        self.process = Process(f"{owner}/{rank}")
-        self.rank = rank
-        self._host, self._owner = host, owner
-        self._lanes: dict[TicketKind, deque[Job]] = {kind: deque() for kind in TicketKind}
-
-    def post(self, job: Job) -> None:
-        """Take a job on."""
-        lane = self._lanes[job.kind]
-        lane.append(job)
-        if len(lane) == 1:
-            self._copy(job, 0)
-
-    def _copy(self, job: Job, at: int) -> None:
-        if job.stop or not self.is_in_time(job):
-            job.failed.update(job.positions[at:])
-            at = len(job.parts)
-        if at == len(job.parts):
-            self._end(job)
-            return
-        part = job.parts[at]
-        flaw = None
-        if job.kind is TicketKind.SAVE:
-            self._host.memory.begin_write(part, f"{self.process.name} for #{job.ticket}")
-        else:
-            flaw = self._host.memory.flaw(part)
-        what = f"{self.process.name} {job.kind.value}s {part} for #{job.ticket}"
-        self._host.schedule.after(self._host.copy_s(job.kind), what, lambda: self._copied(job, at, flaw), self.process)
-
-    def _copied(self, job: Job, at: int, flaw: str | None) -> None:
-        part = job.parts[at]
-        if self._host.copy_fails():
-            job.failed.add(job.positions[at])
-        elif job.kind is TicketKind.SAVE:
-            self._host.memory.end_write(part)
-        elif job.stop or not self.is_in_time(job):
-            job.failed.add(job.positions[at])
-        else:
-            self._host.oracle.judge_read(part, (flaw, self._host.memory.flaw(part)))
-        self._copy(job, at + 1)
-
-    def is_in_time(self, job: Job) -> bool:
-        """Whether it is worth beginning, and, for a reader after its copy, whether the bytes count."""
-        return self._host.now < job.deadline_s
-
-    def _end(self, job: Job) -> None:
-        lane = self._lanes[job.kind]
-        lane.popleft()
-        self._host.worker_is_done(self._owner, job.ticket, self.rank, frozenset(job.failed))
-        job.report(job.failed)
-        if lane:
-            self._copy(lane[0], 0)
 
 
 class Request:
@@ -104,8 +33,10 @@ class Request:
         self._jobs: list[Job] = []
 
     def start(self) -> None:
-        """Begin."""
-        self._step(None)
+        """Begin; without a connection to the node it is computed without a cache, which is no concern of ours."""
+        if self.instance.is_connected:
+            self.instance.requests.append(self)
+            self._step(None)
 
     def cancel(self) -> None:
         """The client is gone: give up what can be given up, tell the workers to stop."""
@@ -184,7 +115,11 @@ class Request:
         """One call to the node; a grant that comes too late for this request is given back."""
 
         def wait(resume: Resume) -> None:
+            session = self.instance.session
+
             def arrive(answer: Any) -> None:
+                if session != self.instance.session:
+                    return  # it was lost with the connection that it was on
                 if not self._open and verb != "match" and answer.ticket:
                     self.instance.release(answer.ticket)
                 resume(answer)
@@ -212,6 +147,9 @@ class Instance:
         self.host, self.owner, self.model, self.space = host, name, model, space
         self.on_load, self.on_answer = on_load, on_answer
         self.root = model.namespace.root()
+        self.session, self.is_connected = 0, True
+        self.requests: list[Request] = []
+        self._known: dict[int, int] = {}
         self.scheduler = Process(name)
         self.workers = [self.worker_type(host, name, rank) for rank in range(model.ranks)]
 
@@ -249,6 +187,27 @@ class Instance:
         """Ask the node."""
         return self.host.node.reserve(self.owner, self.space, parent, keys, lacking)
 
+    def break_session(self) -> None:
+        """The scheduler's connection breaks: its requests go on without a cache, replies under way are lost."""
+        if not self.is_connected:
+            return
+        self.session, self.is_connected = self.session + 1, False
+        for request in self.requests:
+            request.cancel()
+        self.requests.clear()
+        # The node has handled all that was sent on the old connection before it hears of the new one.
+        wait_s = max(self.host.last_word_s(self.owner) - self.host.now, 0.0) + 0.001
+        self.host.schedule.after(wait_s, f"{self.owner} connects again", self._reconnect, self.scheduler)
+
+    def _reconnect(self) -> None:
+        known = frozenset(self._known)
+        self.host.tell(self.owner, "", lambda: self._kept(known))
+
+    def _kept(self, known: frozenset[int]) -> None:
+        self.host.node.keep(self.owner, known)
+        self.host.oracle.all_stopped(self.owner, known)
+        self.is_connected = True
+
     def release(self, ticket: int) -> None:
         """Tell the node that a ticket is given up."""
         self.host.tell(self.owner, f"{self.owner} gives up #{ticket}", lambda: self._released(ticket))
@@ -259,26 +218,35 @@ class Instance:
 
     def read(self, found: Loadable, keys: list[ChunkKey], first: int, resume: Resume) -> list[Job]:
         """Have every worker read; `resume` gets the failed chunks, counted from the start of the prompt."""
-        waiting, failed = len(self.workers), set[int]()
+        failed = set[int]()
+        self._known[found.ticket] = len(self.workers)
 
         def report(of_one: set[int]) -> None:
-            nonlocal waiting
-            waiting -= 1
             failed.update(first + position for position in of_one)
-            if not waiting:
+            if self._is_ended_by_all(found.ticket):
                 resume(failed)
 
         grant = (found.ticket, found.deadline_s, found.addresses)
-        return [
-            self._post(worker, TicketKind.LOAD, *grant, keys[first:], lambda it: self._tell_scheduler(report, it))
-            for worker in self.workers
-        ]
+        return [self._post(worker, TicketKind.LOAD, *grant, keys[first:], report) for worker in self.workers]
 
     def write(self, granted: Reservation, keys: list[ChunkKey]) -> list[Job]:
         """Have every rank that owns a shard write it."""
         writers = self.workers[: self.model.layout.shards]
+        self._known[granted.ticket] = len(writers)
+
+        def report(of_one: set[int]) -> None:
+            self._is_ended_by_all(granted.ticket)
+
         grant = (granted.ticket, granted.deadline_s, granted.addresses)
-        return [self._post(it, TicketKind.SAVE, *grant, keys, lambda _: None) for it in writers]
+        return [self._post(it, TicketKind.SAVE, *grant, keys, report) for it in writers]
+
+    def _is_ended_by_all(self, ticket: int) -> bool:
+        """Count a worker's report about a ticket; whether it was the last."""
+        self._known[ticket] -= 1
+        if self._known[ticket]:
+            return False
+        del self._known[ticket]
+        return True
 
     def _post(
         self,
@@ -298,7 +266,8 @@ class Instance:
             for at, place in enumerate(places)
             if place != ABSENT
         ]
-        job = Job(kind, ticket, deadline_s, [part for _, part in placed], [at for at, _ in placed], report)
+        parts, positions = [part for _, part in placed], [at for at, _ in placed]
+        job = Job(kind, ticket, deadline_s, parts, positions, lambda it: self._tell_scheduler(report, it))
         what = f"{worker.process.name} is to {kind.value} #{ticket}"
         self.host.schedule.after(self.host.message_s(), what, lambda: worker.post(job), worker.process)
         return job

@@ -76,6 +76,12 @@ class SimulatedNode:
         self._schedule.note(f"{owner} release #{ticket} -> {answer}")
         return answer
 
+    def keep(self, owner: str, known: Collection[int]) -> None:
+        """See `Cache.keep`."""
+        self.calls += 1
+        count = self.cache.keep(owner, known)
+        self._schedule.note(f"{owner} knows {sorted(known)} -> {count} tickets freed")
+
     def close(self, owner: str) -> None:
         """No process of an owner is left."""
         self.calls += 1

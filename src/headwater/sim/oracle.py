@@ -7,7 +7,7 @@ written here a second time, token by token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from headwater.core.cache import Cache, Space
 from headwater.core.entries import State
@@ -115,11 +115,12 @@ class Oracle:
         for readers in self._reading.values():
             readers.pop(ticket, None)
 
-    def all_stopped(self, owner: str) -> None:
-        """No process of an owner is left."""
-        self._writing = {page: it for page, it in self._writing.items() if it[0] != owner}
+    def all_stopped(self, owner: str, known: Collection[int] = ()) -> None:
+        """No process of an owner touches anything any more, but for tickets that are known to it."""
+        self._writing = {page: it for page, it in self._writing.items() if it[0] != owner or it[1] in known}
         for page, readers in self._reading.items():
-            self._reading[page] = {ticket: it for ticket, it in readers.items() if it[0] != owner}
+            left = {ticket: it for ticket, it in readers.items() if it[0] != owner or ticket in known}
+            self._reading[page] = left
 
     # ---- after every event ----------------------------------------------------------------------------
 

@@ -133,6 +133,8 @@ class World:
         if rng.random() < faults.cancels:
             delay_s = rng.expovariate(2.0)
             self.schedule.after(delay_s, f"{instance.owner} loses a client", request.cancel, instance.scheduler)
+        if rng.random() < faults.breaks:
+            self.schedule.after(rng.uniform(0.0, 2.0), "", instance.break_session, instance.scheduler)
         if rng.random() < faults.kills:
             self.schedule.after(rng.uniform(0.0, 2.0), "", lambda: self._kill(rng.choice(self.instances)))
         if rng.random() < faults.pauses:

@@ -44,7 +44,10 @@ Blocks = Sequence[Sequence[int]]
 
 @dataclass(slots=True)
 class Tracked:
-    """What is known of a request: its keys, how many leading chunks need no saving, and its last match."""
+    """What is known of a request: its keys, how many leading chunks need no saving, and its last match.
+
+    `outdated` marks KV that was computed before the cache was cleared.
+    """
 
     request: Any
     chain: KeyChain
@@ -53,6 +56,7 @@ class Tracked:
     matched: int = 0
     counted: bool = False
     load_failed: bool = False
+    outdated: bool = False
     table: list[list[int]] = field(default_factory=list)
 
 
@@ -113,6 +117,7 @@ class SchedulerSide:
         if it is None:
             return 0, False
         it.local_tokens, it.matched = local_tokens, 0
+        it.outdated = False  # vLLM asks only before anything is computed
         if it.load_failed or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
         it.chain.extend(request.all_token_ids)
@@ -274,6 +279,8 @@ class SchedulerSide:
     def clear(self) -> bool:
         """Delete what the node holds of this namespace; False if it could not be asked, or if loads and saves of
         this engine are under way, whose chunks stay: then ask again.
+
+        Whoever asks may have changed the weights: what running requests have computed by now is not saved any more.
         """
         session = self._node.session
         if session is None:
@@ -284,7 +291,7 @@ class SchedulerSide:
             self._lost(session, error)
             return False
         for it in self._tracked.values():
-            it.held = 0
+            it.held, it.outdated = 0, True
         return not self.saving and not self._loading
 
     def close(self) -> None:
@@ -309,7 +316,7 @@ class SchedulerSide:
         if not self._config.save_decode:
             known = min(known, request.num_prompt_tokens)
         chunks = known // self._layout.chunk_tokens
-        if chunks <= it.held:
+        if chunks <= it.held or it.outdated:
             return
         it.chain.extend(request.all_token_ids)
         keys = it.chain.keys[:chunks]
