@@ -374,7 +374,7 @@ def test_draining_ends_with_its_time(start: Callable[..., Node]) -> None:
     node = start("--drain-s", "200ms")
     client = node.client()
     assert client.reserve(KEYS).ticket
-    assert node.end(signal.SIGHUP)[0] == 0
+    assert node.end(signal.SIGTERM)[0] == 0
     client.close()
 
 

@@ -30,13 +30,14 @@ KEYS = {
 
 def start_demo(scratch: Path) -> subprocess.Popen[bytes]:
     """`headwater demo --json` in a process group of its own, with its scratch files in `scratch`."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "headwater", "demo", "--json", "--logs", str(scratch / "logs")],
-        env={**os.environ, "TMPDIR": str(scratch)},
-        stdout=(scratch / "out.json").open("wb"),
-        stderr=(scratch / "err.txt").open("wb"),
-        start_new_session=True,
-    )
+    with (scratch / "out.json").open("wb") as output, (scratch / "err.txt").open("wb") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-m", "headwater", "demo", "--json", "--logs", str(scratch / "logs")],
+            env={**os.environ, "TMPDIR": str(scratch)},
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        )
 
 
 def left_behind(scratch: Path) -> list[str]:
