@@ -5,9 +5,22 @@ from typing import Any
 
 import pytest
 
+from headwater.engines.vllm.metadata import SavesEnded
 from tests.engines.harness import Shape
 from tests.engines.oracle import continuation
-from tests.engines.served import CHUNK, DENSE, MODES, WINDOW, Faults, Gate, Served, copier, decider, intercept
+from tests.engines.served import (
+    CHUNK,
+    DENSE,
+    MODES,
+    WINDOW,
+    Faults,
+    Gate,
+    Served,
+    copier,
+    decider,
+    intercept,
+    leftovers,
+)
 from tests.engines.vllm_names import RequestStatus
 from tests.engines.workload import check_outputs, words
 
@@ -301,6 +314,23 @@ def test_hundreds_of_aborted_loads(served, shape, mode) -> None:
     engine.run()
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
     served.lacks_tickets()
+
+
+def test_news_of_what_is_not_known(served) -> None:
+    """Late, repeated and foreign messages are ignored, and nothing is kept of them."""
+    engine = served.engine()
+    it = decider(engine)
+    for _ in range(2):
+        it.ranks_ended(SavesEnded({7: 1, 8: 2}, {7}))
+        it.load_failed({"nobody"})
+        it.invalid_blocks({1, 2, 3})
+        it.received({"nobody"})
+    engine.add("a", PROMPT)
+    engine.run()
+    it.received({"a"})
+    it.load_failed({"a"})
+    assert not leftovers(engine)
+    assert served.cache.unknown_tickets == 0
 
 
 # ---- resets --------------------------------------------------------------------------------------------

@@ -101,6 +101,27 @@ def test_requests_side_by_side_save_and_load_their_own(served, mode) -> None:
 
 
 @MODES
+def test_a_herd_with_one_prefix(served, mode) -> None:
+    """Many equal prefixes at once, on two engines: each chunk is written once, nobody waits for another's."""
+    engines = [served.engine(Shape(blocks=128), mode) for _ in range(3)]
+    prompts = {f"{n}": words(96, 9) + words(20, n % 4) for n in range(40)}
+    for warm in (False, True):
+        for name, prompt in prompts.items():
+            for engine in engines[2:] if warm else engines[:2]:
+                engine.add(name, prompt, max_tokens=2)
+        busy = True
+        while busy:
+            busy = False
+            for engine in engines:
+                busy |= engine.step()
+        assert served.space.stored_chunks == 3
+        assert served.space.failed_chunks == 0
+    for engine in engines:
+        check_outputs(engine, {name: it for name, it in prompts.items() if name in engine.outputs})
+    assert all(engines[2].computed_tokens[it] <= 20 + 1 for it in prompts)
+
+
+@MODES
 @pytest.mark.parametrize("prompt_tokens", [511, 500, 480])
 def test_the_longest_request(served, prompt_tokens, mode) -> None:
     first, second = (served.engine(DENSE, mode) for _ in range(2))

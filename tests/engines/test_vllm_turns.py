@@ -98,6 +98,15 @@ def test_a_request_can_opt_out(served, mode) -> None:
     assert second.outputs["secret"] == first.outputs["open"] == continuation(prompt, 40)
 
 
+@pytest.mark.parametrize("sent", [{}, {"headwater.skip": 0}, {"headwater.skip": None}, {"skip": [1]}], ids=str)
+def test_transfer_parameters_that_mean_nothing(served, sent) -> None:
+    engine = served.engine()
+    engine.add("a", words(100), transfer=sent)
+    engine.run()
+    assert engine.outputs["a"] == continuation(words(100), 1)
+    assert served.space.stored_chunks == 3
+
+
 @MODES
 def test_a_request_that_may_not_read_the_cache_still_fills_it(served, mode) -> None:
     """vLLM asks so for prompt logprobs: every token must be computed."""

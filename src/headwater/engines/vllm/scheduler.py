@@ -162,7 +162,8 @@ class SchedulerSide:
     def load_failed(self, request_ids: Iterable[str]) -> None:
         """These requests' loads brought nothing or not all: compute, and do not ask again."""
         for request_id in request_ids:
-            self._failed.add(request_id)
+            if request_id in self._loading:
+                self._failed.add(request_id)
             it = self._tracked.get(request_id)
             if it is not None:
                 it.load_failed = True
