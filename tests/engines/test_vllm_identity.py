@@ -173,7 +173,7 @@ def test_the_served_name_and_place_of_a_model_do_not_matter(served) -> None:
     renamed.config.model_config.served_model_name = "other"
     space = decider(renamed)._namespace
     moved = copy.deepcopy(renamed.config)
-    moved.model_config.model = "/models/elsewhere"
+    moved.model_config.model = moved.model_config.hf_config._name_or_path = "/models/elsewhere"
     assert identity.model_fingerprint(moved, "test-model") == space.model
     assert ask(renamed, "b") == 96
 

@@ -177,6 +177,10 @@ def test_a_node_that_stops_answering_while_it_is_read(served, mode) -> None:
         assert second.computed_tokens["b"] == 130 + 4
         assert time.monotonic() - begun_s < 20 * QUICK["metadata_s"]
     settle(second)
+    second.forget()
+    eventually(lambda: time.monotonic() > copier(second)._retry_at_s)
+    assert ask(second, "again", prompt) == 128
+    assert second.computed_tokens["again"] == 2 + 4
 
 
 def test_ranks_do_not_queue_up_before_a_silent_node(served, monkeypatch) -> None:
