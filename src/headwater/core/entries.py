@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from headwater.types import ChunkKey
 
@@ -20,7 +20,7 @@ NONE = -1
 
 class State(enum.IntEnum):
     """FREE rows are not in use. RESERVED: being written. READY: readable. DOOMED: not findable any more, but
-    its slot is kept from re-use until its writers are known to have stopped (quarantine)."""
+    its slot is kept from re-use until its writers are known to have stopped (quarantine), or its last readers."""
 
     FREE = 0
     RESERVED = 1
@@ -44,6 +44,11 @@ class Entries:
 
     def __len__(self) -> int:
         return len(self.keys) - len(self._free)
+
+    @property
+    def has_free(self) -> bool:
+        """Whether rows were freed whose numbers are not yet used again."""
+        return bool(self._free)
 
     def next_row(self) -> int:
         """The number that `add` will give to the next row."""
@@ -85,6 +90,17 @@ class Entries:
             self._elder[younger] = elder
         self.parent[row] = self._elder[row] = self._next[row] = NONE
 
+    def unlink(self, rows: Sequence[int], stays: Collection[int]) -> None:
+        """Detach rows from their parents and children. A child of one of them is among `rows`, or is unlinked later;
+        a parent, too, unless it `stays`."""
+        parent, first_child, elder, following = self.parent, self._first_child, self._elder, self._next
+        if stays:
+            for row in rows:
+                if parent[row] in stays:
+                    self.detach(row)
+        for row in rows:
+            parent[row] = first_child[row] = elder[row] = following[row] = NONE
+
     def free(self, row: int) -> None:
         """Give a detached row's number back."""
         assert self.state[row] != State.FREE, f"row {row} is freed twice"
@@ -93,6 +109,16 @@ class Entries:
         self.state[row] = State.FREE
         self.keys[row] = ChunkKey(b"")
         self._free.append(row)
+
+    def free_all(self, rows: Sequence[int]) -> None:
+        """Give the numbers of many unlinked rows back."""
+        state, leases, keys = self.state, self.leases, self.keys
+        free, nothing = int(State.FREE), ChunkKey(b"")
+        for row in rows:
+            assert state[row] != free and not leases[row], f"row {row} is freed twice, or with {leases[row]} leases"
+            state[row] = free
+            keys[row] = nothing
+        self._free.extend(rows)
 
     def is_leaf(self, row: int) -> bool:
         """Whether nothing resident hangs on this row."""

@@ -19,8 +19,11 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from headwater import _kernels
 from headwater.errors import ResourceError
+from headwater.ports import Bytes
 from headwater.types import PAGE_BYTES, SEGMENT_SHIFT
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ class MappedMemory:
         self._maps: list[mmap.mmap] = []
         self.bases: list[int] = []
         self.sizes = list(sizes)
+        self._given = len(self.sizes)
         try:
             for descriptor, size in zip(descriptors, sizes, strict=True):
                 actual = os.fstat(descriptor).st_size
@@ -57,6 +61,17 @@ class MappedMemory:
             self.close()
             raise ResourceError(f"cannot map {sum(sizes)} bytes of node memory: {error}") from error
 
+    def add(self, descriptor: int, size_bytes: int) -> int:
+        """Map one more segment, whose descriptor becomes this object's; its number. Raises ResourceError."""
+        self._descriptors.append(descriptor)
+        try:
+            self._maps.append(mmap.mmap(descriptor, size_bytes))
+        except (OSError, ValueError) as error:
+            raise ResourceError(f"cannot map {size_bytes} bytes of node memory: {error}") from error
+        self.bases.append(ctypes.addressof(ctypes.c_char.from_buffer(self._maps[-1])))
+        self.sizes.append(size_bytes)
+        return len(self.sizes) - 1
+
     def address(self, place: int) -> int:
         """The process-local address of a node address."""
         return self.bases[place >> SEGMENT_SHIFT] + (place & ((1 << SEGMENT_SHIFT) - 1))
@@ -66,6 +81,10 @@ class MappedMemory:
         start = place & ((1 << SEGMENT_SHIFT) - 1)
         return memoryview(self._maps[place >> SEGMENT_SHIFT])[start : start + size_bytes]
 
+    def array(self, place: int, size_bytes: int) -> Bytes:
+        """The same as uint8[size_bytes]."""
+        return np.frombuffer(self.view(place, size_bytes), dtype=np.uint8)
+
     @property
     def descriptors(self) -> list[int]:
         """The segments' file descriptors, still owned by this object."""
@@ -73,11 +92,12 @@ class MappedMemory:
 
     def prefault(self, stop: threading.Event) -> int:
         """Fault all pages in, in steps, until done, stopped or refused by the host (which is logged); bytes done.
+        Segments that were added take their pages when these are used.
 
         Meant for a thread of its own.
         """
         done = 0
-        for base, size in zip(self.bases, self.sizes, strict=True):
+        for base, size in zip(self.bases[: self._given], self.sizes, strict=False):
             for offset in range(0, size, PREFAULT_STEP_BYTES):
                 if stop.is_set():
                     return done
@@ -159,6 +179,11 @@ def create_memory(size_bytes: int, backing: str, *, lock: bool) -> MappedMemory:
             memory.close()
             raise
     return memory
+
+
+def create_segment(size_bytes: int) -> int:
+    """A descriptor of zero-filled memory of a fixed size, for `MappedMemory.add`. Raises ResourceError."""
+    return _memfd(size_bytes)
 
 
 def available_bytes() -> int:
