@@ -1,0 +1,1 @@
+"""Who knows which node holds what; `ports.Directory` says what each does."""

@@ -1,0 +1,1 @@
+"""Who can move bytes between processes; `ports.Transport` says what each does."""
