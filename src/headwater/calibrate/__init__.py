@@ -1,0 +1,1 @@
+"""Step times of a real engine, measured over its HTTP interface and fitted."""

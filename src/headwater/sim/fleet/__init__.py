@@ -1,0 +1,1 @@
+"""A fleet of engines with a virtual clock: the same routing, admission and placement as in production."""

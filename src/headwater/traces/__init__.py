@@ -1,0 +1,1 @@
+"""Recorded workloads: arrivals, lengths and block hashes, never text."""
