@@ -7,6 +7,7 @@ class TestMine(EvictionPolicySuite):
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -117,21 +118,22 @@ class EvictionPolicySuite:
 
     def test_a_parent_leaves_after_its_children(self) -> None:
         # A chain 0 <- 1 <- 2 ... and a bush 20 <- 21..29, inserted in either direction.
-        for order in (range(30), range(29, -1, -1)):
+        children = {parent: {parent + 1} for parent in range(19)} | {20: set(range(21, 30))}
+        parents = {child: parent for parent, its in children.items() for child in its}
+        for order, is_told in itertools.product((range(30), range(29, -1, -1)), (True, False)):
             policy = self.policy()
             resident = set(order)
             for entry in order:
-                policy.insert(entry, name(entry))
-            children = {parent: {parent + 1} for parent in range(19)} | {20: set(range(21, 30))}
+                policy.insert(entry, name(entry), parents.get(entry, -1) if is_told else -1)
 
-            def is_leaf(entry: int, resident: set[int] = resident, children: dict = children) -> bool:  # type: ignore[type-arg]
+            def is_leaf(entry: int, resident: set[int] = resident) -> bool:
                 return not children.get(entry, set()) & resident
 
             for _ in range(30):
-                entry = policy.victim(is_leaf)
-                assert entry is not None
-                assert is_leaf(entry)
-                resident.discard(entry)
+                victim = policy.victim(is_leaf)
+                assert victim is not None
+                assert is_leaf(victim)
+                resident.discard(victim)
             assert not resident
 
     def test_equal_histories_give_equal_victims(self) -> None:
@@ -150,7 +152,8 @@ class EvictionPolicySuite:
             if choice < 0.35:
                 entry = rng.randrange(60)
                 if entry not in resident:
-                    policy.insert(entry, name(rng.randrange(90)))
+                    # Whatever the parent is: resident, not yet, or no longer.
+                    policy.insert(entry, name(rng.randrange(90)), rng.choice((-1, (entry + rng.randrange(1, 60)) % 60)))
                     resident.add(entry)
             elif choice < 0.6 and resident:
                 policy.access(rng.choice(sorted(resident)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headwater.core.cache import Cache
 from headwater.core.eviction import LRU
@@ -56,13 +56,13 @@ def chain(count: int, *, seed: int = 0, stem: Sequence[int] = (), model: str = "
 
 
 def small_cache(
-    slots: int, layout: KVLayout | None = None, policy: EvictionPolicy | None = None, *, slab_slots: int = 1
+    slots: int, layout: KVLayout | None = None, policy: Callable[[], EvictionPolicy] = LRU, *, slab_slots: int = 1
 ) -> tuple[Cache, int]:
     """A cache with room for `slots` slots of the layout's first group, and the handle of one namespace."""
     layout = layout or dense()
     slab_bytes = layout.slot_bytes(0) * slab_slots
     pool = Pool([layout.slot_bytes(0) * slots], slab_bytes)
-    cache = Cache(pool, policy or LRU(), LOAD_S, SAVE_S)
+    cache = Cache(pool, policy, LOAD_S, SAVE_S)
     return cache, cache.add_space(namespace(layout), layout)
 
 

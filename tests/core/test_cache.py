@@ -101,7 +101,7 @@ def test_changes_are_announced_after_commit_in_order() -> None:
     assert cache.take_changes() == []
     save(cache, space, chain(1, seed=1))
     assert cache.take_changes() == [
-        Removed(space, 0, (keys[1],), Tier.HOST, PAGE_BYTES, "evicted"),
+        Removed(space, 0, (keys[1],), Tier.HOST, PAGE_BYTES, "evicted", space),
         Stored(space, 0, (chain(1, seed=1)[0],), Tier.HOST, PAGE_BYTES),
     ]
 
@@ -236,7 +236,7 @@ def test_a_full_cache_means_a_shorter_prefix() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_endless_unique_prompts_never_fail_and_never_exceed_the_memory(policy: str) -> None:
-    cache, space = small_cache(10, policy=POLICIES[policy]())
+    cache, space = small_cache(10, policy=POLICIES[policy])
     for seed in range(300):
         assert save(cache, space, chain(4, seed=seed)) == 4
         assert cache.pool.taken_bytes <= 10 * PAGE_BYTES
@@ -248,7 +248,7 @@ def test_endless_unique_prompts_never_fail_and_never_exceed_the_memory(policy: s
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_parent_never_leaves_before_its_child(policy: str) -> None:
-    cache, space = small_cache(12, policy=POLICIES[policy]())
+    cache, space = small_cache(12, policy=POLICIES[policy])
     rng = random.Random(3)
     parents: dict[ChunkKey, ChunkKey | None] = {}
     held: set[ChunkKey] = set()
@@ -296,7 +296,7 @@ def test_a_grant_names_no_slot_twice_even_when_it_evicts_on_the_way() -> None:
 def two_sizes(slabs: int) -> tuple[Cache, int, int]:
     """A cache of slabs that hold four small slots or one large."""
     small, large = dense(), dense(pages=4)
-    cache = Cache(Pool([slabs * 4 * PAGE_BYTES], 4 * PAGE_BYTES), POLICIES["lru"](), LOAD_S, SAVE_S)
+    cache = Cache(Pool([slabs * 4 * PAGE_BYTES], 4 * PAGE_BYTES), POLICIES["lru"], LOAD_S, SAVE_S)
     return cache, cache.add_space(namespace(small), small), cache.add_space(namespace(large, "large"), large)
 
 
@@ -334,7 +334,7 @@ def test_a_slab_in_use_is_not_taken_from_its_users() -> None:
 def test_the_parent_of_what_is_being_placed_keeps_its_slab() -> None:
     # One slab: the parent's group and the companion have other sizes, so room for the companion would cost the parent.
     layout = hybrid(group(), group(HitRule.LAST, pages=4))
-    cache = Cache(Pool([4 * PAGE_BYTES], 4 * PAGE_BYTES), POLICIES["lru"](), LOAD_S, SAVE_S)
+    cache = Cache(Pool([4 * PAGE_BYTES], 4 * PAGE_BYTES), POLICIES["lru"], LOAD_S, SAVE_S)
     space = cache.add_space(namespace(layout), layout)
     save(cache, space, chain(1), lacking=frozenset({(1, 0)}))
     assert cache.contains(space, chain(1)) == b"\0"
@@ -346,7 +346,7 @@ def test_the_parent_of_what_is_being_placed_keeps_its_slab() -> None:
 
 def test_room_is_found_though_the_oldest_leaf_shares_its_slab_with_what_is_being_written() -> None:
     layout = hybrid(group(), group(HitRule.LAST, pages=2))
-    cache = Cache(Pool([8 * PAGE_BYTES], 4 * PAGE_BYTES), POLICIES["lru"](), LOAD_S, SAVE_S)
+    cache = Cache(Pool([8 * PAGE_BYTES], 4 * PAGE_BYTES), POLICIES["lru"], LOAD_S, SAVE_S)
     space = cache.add_space(namespace(layout), layout)
     save(cache, space, chain(8), lacking=frozenset((1, at) for at in range(8)))
     assert cache.pool.taken_slots == 8
@@ -357,7 +357,7 @@ def test_room_is_found_though_the_oldest_leaf_shares_its_slab_with_what_is_being
 
 def test_emptying_a_slab_of_long_chains_takes_linear_time() -> None:
     small, large = dense(), dense(pages=2048)
-    cache = Cache(Pool([2048 * PAGE_BYTES], 2048 * PAGE_BYTES), POLICIES["lru"](), LOAD_S, SAVE_S)
+    cache = Cache(Pool([2048 * PAGE_BYTES], 2048 * PAGE_BYTES), POLICIES["lru"], LOAD_S, SAVE_S)
     first, second = cache.add_space(namespace(small), small), cache.add_space(namespace(large, "l"), large)
     asked = 0
     is_leaf = cache.entries.is_leaf
@@ -392,7 +392,7 @@ MIXES = {
 
 
 def roomy(layout: KVLayout) -> tuple[Cache, int]:
-    cache = Cache(Pool([256 * PAGE_BYTES], 8 * PAGE_BYTES), POLICIES["lru"](), LOAD_S, SAVE_S)
+    cache = Cache(Pool([256 * PAGE_BYTES], 8 * PAGE_BYTES), POLICIES["lru"], LOAD_S, SAVE_S)
     return cache, cache.add_space(namespace(layout), layout)
 
 
@@ -456,12 +456,12 @@ def test_a_part_that_the_caller_lacks_ends_the_prefix_only_in_the_main_group() -
 
 def test_evicting_one_groups_part_shortens_the_hit() -> None:
     layout = MIXES["window"]
-    cache = Cache(Pool([8 * PAGE_BYTES], PAGE_BYTES), POLICIES["lru"](), LOAD_S, SAVE_S)
+    cache = Cache(Pool([8 * PAGE_BYTES], PAGE_BYTES), POLICIES["lru"], LOAD_S, SAVE_S)
     space = cache.add_space(namespace(layout), layout)
     keys = chain(4)
     save(cache, space, keys)
     assert cache.match(space, keys) == 4
-    cache.policy.remove(row := cache.spaces[space].index[1][keys[3]])
+    cache.spaces[space].share.policy.remove(row := cache.spaces[space].index[1][keys[3]])
     cache._remove(row, "evicted")
     assert cache.match(space, keys) == 3
     assert load(cache, space, keys).chunks == 3
@@ -469,7 +469,7 @@ def test_evicting_one_groups_part_shortens_the_hit() -> None:
 
 def test_a_chunk_is_placed_in_all_its_groups_or_in_none() -> None:
     layout = hybrid(group(), group(HitRule.LAST))
-    cache = Cache(Pool([5 * PAGE_BYTES], PAGE_BYTES), POLICIES["lru"](), LOAD_S, SAVE_S)
+    cache = Cache(Pool([5 * PAGE_BYTES], PAGE_BYTES), POLICIES["lru"], LOAD_S, SAVE_S)
     space = cache.add_space(namespace(layout), layout)
     granted = reserve(cache, space, chain(4))
     assert granted.covered == 2
@@ -655,7 +655,7 @@ def test_repeated_keys_in_one_call_are_one_chunk() -> None:
 
 def test_ticket_numbers_of_two_lives_of_a_node_do_not_meet() -> None:
     def first_ticket(epoch: int) -> int:
-        cache = Cache(Pool([PAGE_BYTES], PAGE_BYTES), POLICIES["lru"](), LOAD_S, SAVE_S, epoch)
+        cache = Cache(Pool([PAGE_BYTES], PAGE_BYTES), POLICIES["lru"], LOAD_S, SAVE_S, epoch)
         return reserve(cache, cache.add_space(namespace(dense()), dense()), chain(1)).ticket
 
     assert first_ticket(0) != 0

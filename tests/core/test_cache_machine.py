@@ -69,7 +69,7 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, slabs: int) -> None:
         self.layout: KVLayout = LAYOUTS[self.layout_name]
         pool = Pool([slabs * 4 * PAGE_BYTES], 4 * PAGE_BYTES)
-        self.cache = Cache(pool, POLICIES[self.policy_name](), LOAD_S, SAVE_S)
+        self.cache = Cache(pool, POLICIES[self.policy_name], LOAD_S, SAVE_S)
         self.space = self.cache.add_space(namespace(self.layout), self.layout)
         self.main = next((i for i, it in enumerate(self.layout.groups) if it.rule is HitRule.ALL), None)
         self.now = 0.0
@@ -96,7 +96,7 @@ class CacheMachine(RuleBasedStateMachine):
         return at == ancestor
 
     def leased(self) -> set[Part]:
-        return {part for it in self.tickets.values() if it.kind is TicketKind.LOAD for part in it.parts}
+        return {part for it in self.tickets.values() if it.kind is not TicketKind.SAVE for part in it.parts}
 
     def usable(self, keys: list[ChunkKey]) -> int:
         for chunks in range(len(keys), 0, -1):
@@ -183,6 +183,29 @@ class CacheMachine(RuleBasedStateMachine):
                 owner, TicketKind.LOAD, parts, slots, set(shards), self.now + LOAD_S
             )
         self.expect_changes(set(), set())
+
+    @rule(owner=owners, prompt=prompts, length=lengths, kind=st.sampled_from([TicketKind.LOAD, TicketKind.PIN]))
+    def hold(self, owner: str, prompt: int, length: int, kind: TicketKind) -> None:
+        wanted = [(number, key) for key in PROMPTS[prompt][:length] for number in range(len(self.layout.groups))]
+        ticket, places = self.cache.hold(owner, kind, self.space, wanted, self.now + LOAD_S)
+        there = {part: place for part, place in zip(wanted, places, strict=True) if place != ABSENT}
+        assert set(there) == set(wanted) & self.ready
+        assert bool(ticket) == bool(there)
+        if ticket:
+            slots = [(place, self.layout.slot_bytes(number)) for (number, _), place in there.items()]
+            parts = dict.fromkeys(there, 0)
+            self.tickets[ticket] = ModelTicket(owner, kind, parts, slots, {0}, self.now + LOAD_S)
+        self.expect_changes(set(), set())
+
+    @rule(prompt=prompts, length=lengths, start=st.integers(0, 5))
+    def evict(self, prompt: int, length: int, start: int) -> None:
+        keys = PROMPTS[prompt][start : start + length]
+        asked = {(number, key) for number in range(len(self.layout.groups)) for key in keys}
+        fallen = {it for it in self.ready if any(self.descends(it, part) for part in asked)}
+        kept = self.leased() | self.writing
+        deleted = {part for part in fallen if not any(self.descends(it, part) for it in kept)}
+        assert self.cache.evict(self.space, keys) == len(deleted)
+        self.expect_changes(set(), deleted)
 
     @rule(
         owner=owners,
@@ -276,7 +299,7 @@ class CacheMachine(RuleBasedStateMachine):
         deleted: set[Part] = set()
         for number in late:
             ticket = self.tickets[number]
-            if ticket.kind is TicketKind.LOAD:
+            if ticket.kind is not TicketKind.SAVE:
                 del self.tickets[number]
                 self.ended.append(number)
             else:
@@ -332,7 +355,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 def machine(layout: str, policy: str) -> type:
     case = type("Machine", (CacheMachine,), {"layout_name": layout, "policy_name": policy}).TestCase
-    case.settings = settings(max_examples=60, stateful_step_count=40)
+    case.settings = settings(max_examples=30, stateful_step_count=40)
     return case
 
 

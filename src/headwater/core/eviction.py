@@ -1,12 +1,7 @@
-"""Which resident chunk leaves next: LRU and S3-FIFO behind one Protocol (`ports.EvictionPolicy`).
+"""Which resident chunk leaves next: LRU and S3-FIFO here, `learned.Learned`, all behind `ports.EvictionPolicy`.
 
-Both are told by the caller what is evictable (not leased, no resident child). An entry whose turn comes while it
-is not evictable is *parked*: it stays first in line, and leaves as soon as it may, unless it is used again. Without
-that, the start of a chain that was saved piece by piece (older than its end, which must go first) would be taken
-for young each time its turn comes, and what is really young would leave in its place.
-
-    old ── queue ──► young        the oldest entry is evictable: it leaves
-      └──► parked                 it is in use: it waits here, and is asked again before all others
+They are told by the caller what is evictable (not leased, no resident child); what is not evictable when its turn
+comes is parked (`queues.py`).
 """
 
 from __future__ import annotations
@@ -15,121 +10,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 
-NONE = -1
-
-
-class Queues:
-    """Doubly linked queues over entry numbers, 9 bytes an entry; each entry is in at most one queue."""
-
-    def __init__(self, count: int) -> None:
-        self._older, self._younger = array("i"), array("i")
-        self._queue = array("b")
-        self._oldest, self._youngest = [NONE] * count, [NONE] * count
-        self.sizes = [0] * count
-
-    def queue_of(self, entry: int) -> int:
-        """The queue that an entry is in, or NONE."""
-        return self._queue[entry] if entry < len(self._queue) else NONE
-
-    def push(self, queue: int, entry: int) -> None:
-        """Add an entry at the young end."""
-        while len(self._queue) <= entry:
-            self._older.append(NONE)
-            self._younger.append(NONE)
-            self._queue.append(NONE)
-        assert self._queue[entry] == NONE, f"entry {entry} is in queue {self._queue[entry]} already"
-        last = self._youngest[queue]
-        self._older[entry], self._younger[entry] = last, NONE
-        if last == NONE:
-            self._oldest[queue] = entry
-        else:
-            self._younger[last] = entry
-        self._youngest[queue] = entry
-        self._queue[entry] = queue
-        self.sizes[queue] += 1
-
-    def take(self, entry: int) -> None:
-        """Remove an entry from its queue."""
-        queue = self._queue[entry]
-        assert queue != NONE, f"entry {entry} is in no queue"
-        older, younger = self._older[entry], self._younger[entry]
-        if older == NONE:
-            self._oldest[queue] = younger
-        else:
-            self._younger[older] = younger
-        if younger == NONE:
-            self._youngest[queue] = older
-        else:
-            self._older[younger] = older
-        self._queue[entry] = NONE
-        self.sizes[queue] -= 1
-
-    def oldest(self, queue: int) -> int:
-        """The entry at the old end, or NONE."""
-        return self._oldest[queue]
-
-    def youngest(self, queue: int) -> int:
-        """The entry at the young end, or NONE."""
-        return self._youngest[queue]
-
-    def older(self, entry: int) -> int:
-        """The next entry towards the old end of its queue, or NONE."""
-        return self._older[entry]
-
-    def younger(self, entry: int) -> int:
-        """The next entry towards the young end of its queue, or NONE."""
-        return self._younger[entry]
-
-
-YOUNG_LOOKS, OLD_LOOKS = 64, 4
-
-
-class Parked:
-    """The entries of one queue whose turn has come while they were in use.
-
-    At the young end are the ancestors of what left last, in the pieces in which they were saved: most likely one of
-    them may leave next. The rest is gone through bit by bit.
-    """
-
-    def __init__(self, queues: Queues, queue: int) -> None:
-        self._queues, self._queue = queues, queue
-        self._next = NONE
-
-    def __len__(self) -> int:
-        return self._queues.sizes[self._queue]
-
-    def park(self, entry: int) -> None:
-        """Let an entry wait that is in no queue."""
-        self._queues.push(self._queue, entry)
-
-    def take(self, evictable: Callable[[int], bool]) -> int | None:
-        """Take out an entry that may leave by now, looking only at a few."""
-        queues = self._queues
-        entry = queues.youngest(self._queue)
-        for _ in range(YOUNG_LOOKS):
-            if entry == NONE:
-                return None
-            if evictable(entry):
-                queues.take(entry)
-                return entry
-            entry = queues.older(entry)
-        return self._take_old(evictable, OLD_LOOKS)
-
-    def take_any(self, evictable: Callable[[int], bool]) -> int | None:
-        """Take out an entry that may leave, if there is one."""
-        return self._take_old(evictable, len(self))
-
-    def _take_old(self, evictable: Callable[[int], bool], looks: int) -> int | None:
-        queues = self._queues
-        for _ in range(looks):
-            entry = self._next
-            if entry == NONE or queues.queue_of(entry) != self._queue:
-                entry = queues.oldest(self._queue)
-            self._next = queues.younger(entry)
-            if evictable(entry):
-                queues.take(entry)
-                return entry
-        return None
+from headwater.core.learned import Learned
+from headwater.core.queues import NONE, Parked, Queues
 
 
 class LRU:
@@ -145,7 +27,7 @@ class LRU:
     def __repr__(self) -> str:
         return f"LRU({len(self)} entries, {len(self._parked)} of them parked)"
 
-    def insert(self, entry: int, key: bytes) -> None:
+    def insert(self, entry: int, key: bytes, parent: int = NONE) -> None:
         """See `ports.EvictionPolicy`."""
         self._queues.push(0, entry)
 
@@ -199,7 +81,7 @@ class S3FIFO:
         small, main, *parked = self._queues.sizes
         return f"S3FIFO(small={small}, main={main}, parked={parked}, ghosts={len(self._ghosts)})"
 
-    def insert(self, entry: int, key: bytes) -> None:
+    def insert(self, entry: int, key: bytes, parent: int = NONE) -> None:
         """See `ports.EvictionPolicy`."""
         while len(self._uses) <= entry:
             self._uses.append(0)
@@ -258,4 +140,4 @@ class S3FIFO:
         return entry
 
 
-POLICIES: dict[str, Callable[[], LRU | S3FIFO]] = {"lru": LRU, "s3fifo": S3FIFO}
+POLICIES: dict[str, Callable[[], LRU | S3FIFO | Learned]] = {"learned": Learned, "lru": LRU, "s3fifo": S3FIFO}

@@ -36,6 +36,30 @@ def media_part(media: Sequence[Media], start: int, end: int) -> bytes:
     return b"".join(parts)
 
 
+def chain_digests(
+    digest: bytes, tokens: Sequence[int], chunk_tokens: int, media: Sequence[Media] = (), first: int = 0
+) -> list[bytes]:
+    """The whole digests of chunks that follow each other and `digest`; `first` is the number of the first of them, from
+    which the media's offsets count.
+
+    Raises OverflowError for a token id outside [0, 2**32).
+    """
+    packed = array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    view, step = memoryview(packed).cast("B"), chunk_tokens * TOKEN_BYTES
+    digests = []
+    for index in range(len(tokens) // chunk_tokens):
+        state = sha256(digest)
+        state.update(view[index * step : (index + 1) * step])
+        if media:
+            start = (first + index) * chunk_tokens
+            state.update(media_part(media, start, start + chunk_tokens))
+        digest = state.digest()
+        digests.append(digest)
+    return digests
+
+
 class KeyChain:
     """The ChunkKeys of one growing token sequence; extending it costs only the new chunks."""
 
@@ -62,20 +86,9 @@ class KeyChain:
         first, count = len(self.keys), len(tokens) // size
         if count <= first:
             return
-        packed = array("I", tokens[first * size : count * size])
-        if sys.byteorder == "big":
-            packed.byteswap()
-        view = memoryview(packed).cast("B")
-        digest, step, media = self._digest, size * TOKEN_BYTES, self._media
-        for index in range(count - first):
-            state = sha256(digest)
-            state.update(view[index * step : (index + 1) * step])
-            if media:
-                start = (first + index) * size
-                state.update(media_part(media, start, start + size))
-            digest = state.digest()
-            self.keys.append(ChunkKey(digest[:KEY_BYTES]))
-        self._digest = digest
+        digests = chain_digests(self._digest, tokens[first * size : count * size], size, self._media, first)
+        self.keys += [ChunkKey(digest[:KEY_BYTES]) for digest in digests]
+        self._digest = digests[-1]
 
 
 def chunk_keys(root: bytes, tokens: Sequence[int], chunk_tokens: int, media: Sequence[Media] = ()) -> list[ChunkKey]:
