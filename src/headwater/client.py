@@ -5,7 +5,7 @@
         with cache.save(keys) as saving:
             for position in saving.positions:
                 saving.part(position)[:] = kv_bytes[position]      # straight into the node's memory
-        with cache.load(keys) as held:
+        with cache.load(keys, wait_s=1.0) as held:                 # so long for what only lower tiers have
             for position in range(held.chunks):
                 use(held.part(position))                           # straight from it, no copy
 
@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -29,9 +30,12 @@ from headwater.core.hashing import chunk_keys
 from headwater.errors import UnavailableError
 from headwater.node.client import open_session
 from headwater.tiers.host import MappedMemory
-from headwater.types import ABSENT, ChunkKey, KVLayout, Loadable, Media, Namespace, Reservation
+from headwater.types import ABSENT, ChunkKey, Cleared, KVLayout, Loadable, Media, Namespace, Reservation
 
 Bytes = npt.NDArray[np.uint8]
+POLL_S = 0.002
+PATIENCE_SHARE = 0.10
+"""The share of the time to compute a prompt that a node waits for its lower tiers (`core.fetch`)."""
 
 
 class _Parts:
@@ -98,8 +102,11 @@ class Client:
         self, node: str, namespace: Namespace, layout: KVLayout, *, connect_s: float = 1.0, call_s: float = 1.0
     ) -> None:
         """Connect to `unix:/path` and register; raises UnavailableError, or RefusedError naming both values."""
-        instance = f"client-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._session = open_session(node, instance, namespace, layout, maps=True, connect_s=connect_s, call_s=call_s)
+        self._instance = f"client-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._requests = 0
+        self._session = open_session(
+            node, self._instance, namespace, layout, maps=True, connect_s=connect_s, call_s=call_s
+        )
         self._namespace, self._layout = namespace, layout
         self._root = namespace.root()
 
@@ -121,7 +128,7 @@ class Client:
 
     def match(self, keys: Sequence[ChunkKey]) -> int:
         """How many leading chunks are held; changes nothing."""
-        return self._session.match(keys)
+        return self._session.match(keys).chunks
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which chunks are held, each for itself."""
@@ -149,12 +156,17 @@ class Client:
                 self._session.release([reserved.ticket])
 
     @contextmanager
-    def load(self, keys: Sequence[ChunkKey], first: int = 0) -> Iterator[Loading]:
+    def load(self, keys: Sequence[ChunkKey], first: int = 0, wait_s: float = 0.0) -> Iterator[Loading]:
         """Lease the held prefix, from chunk `first` on, for the time of the block.
+
+        With `wait_s` the node first brings up what only its lower tiers hold; the lease is on what is there when all
+        of it has come, nothing more can come, or the time is over (5 s at the most, then the node gives up).
 
         Raises UnavailableError at the end of a block that lasted longer than the lease: what it read may be
         somebody else's bytes and must be thrown away.
         """
+        if wait_s > 0.0:
+            self._wait(keys, wait_s)
         held = self._session.load(keys, first)
         try:
             yield Loading(self._memory, self._layout, held, first)
@@ -165,9 +177,44 @@ class Client:
         if late:
             raise UnavailableError("the lease ended before the block did; discard what was read")
 
-    def clear(self) -> int:
-        """Delete every chunk of this namespace that nobody uses; how many."""
-        return self._session.clear()
+    def prefetch(self, keys: Sequence[ChunkKey]) -> int:
+        """Have the node begin to bring up what only its lower tiers hold of a prefix, without waiting for it; how many
+        leading chunks can be loaded already."""
+        return self._session.match(keys, counts=False, request=self._new_request("prefetch")).chunks
+
+    def clear(self, wait_s: float = 0.0) -> Cleared:
+        """Delete every chunk of this namespace that nobody uses, in every tier; pins of it end.
+
+        Once this returns, nothing that was stored before is ever served again by this node, with two exceptions, which
+        the answer names: the chunks that were `kept`, since engines are reading or writing them, and those of a
+        REMOTE tier that is `pending`: this node leaves the namespace alone there until the tier has deleted it, but a
+        node that is restarted before forgets that it should. `wait_s` is how long to wait for such tiers.
+        Raises RefusedError if the disk tier cannot take the deletion down: then it does not outlive the node.
+        """
+        cleared = self._session.clear()
+        until_s = time.monotonic() + wait_s
+        pending = cleared.pending
+        while pending and time.monotonic() < until_s:
+            time.sleep(min(POLL_S, max(until_s - time.monotonic(), 0.0)))
+            pending = self._session.still_clearing()
+        return replace(cleared, pending=pending)
+
+    def _wait(self, keys: Sequence[ChunkKey], wait_s: float) -> None:
+        """Ask the node for a prefix until all that its lower tiers have of it is in HOST, at most `wait_s`."""
+        request = self._new_request("load")
+        # Who waits so long would need longer than that to compute a single chunk: the node's patience is ours.
+        tokens_s = PATIENCE_SHARE * self._layout.chunk_tokens / wait_s
+        until_s = time.monotonic() + wait_s
+        while self._session.match(keys, counts=False, request=request, tokens_s=tokens_s).waiting:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0:
+                break
+            time.sleep(min(POLL_S, left_s))
+        self._session.forget([request])
+
+    def _new_request(self, purpose: str) -> str:
+        self._requests += 1
+        return f"{self._instance}/{purpose}-{self._requests}"
 
     @property
     def _memory(self) -> MappedMemory:

@@ -9,7 +9,7 @@ import enum
 import hashlib
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import NewType
 
@@ -26,6 +26,9 @@ ABSENT = (1 << 64) - 1
 """The address that means "no place": a part that was not granted or is not needed."""
 
 
+LATER_FIELDS = {"lossy"}
+
+
 class Tier(enum.Enum):
     """Where bytes can be kept, nearest first."""
 
@@ -33,6 +36,9 @@ class Tier(enum.Enum):
     HOST = "host"
     DISK = "disk"
     REMOTE = "remote"
+
+    __hash__ = object.__hash__
+    """Members are one of a kind; the hash that enums have is a call of Python for each place in a mapping."""
 
 
 class HitRule(enum.Enum):
@@ -66,8 +72,9 @@ class Namespace:
 
     `model` is a fingerprint of config and weights, not the served name. `layout` names backend, ISA and
     physical order, `groups` is `KVLayout.fingerprint()`. `adapter` is the content id of a LoRA adapter,
-    `salt` the request's cache salt; both are empty where there is none. Media are part of the chunk keys
-    (see `core.hashing`), so that a text prefix before an image stays shareable.
+    `salt` the request's cache salt; both are empty where there is none. `lossy` names the codec (`int8`) that may
+    have changed the bytes on their way through a lower tier; empty where they are always exact. Media are part of
+    the chunk keys (see `core.hashing`), so that a text prefix before an image stays shareable.
     """
 
     model: str
@@ -78,13 +85,16 @@ class Namespace:
     adapter: str = ""
     tenant: str = ""
     salt: str = ""
+    lossy: str = ""
 
     def encode(self) -> bytes:
-        """The record as bytes, injectively: every field is tagged with its name and its length."""
+        """The record as bytes, injectively: every field is tagged with its name and its length. Fields that came after
+        the first release of keys are left out while they are empty, so that keys never change."""
         parts = [b"headwater.namespace.1"]
-        for field in fields(self):
-            value = getattr(self, field.name).encode("utf-8", "surrogatepass")
-            parts.append(b"%s:%d:%s" % (field.name.encode(), len(value), value))
+        for it in fields(self):
+            value = getattr(self, it.name).encode("utf-8", "surrogatepass")
+            if value or it.name not in LATER_FIELDS:
+                parts.append(b"%s:%d:%s" % (it.name.encode(), len(value), value))
         return b"\n".join(parts)
 
     def root(self) -> bytes:
@@ -98,6 +108,8 @@ class KVGroup:
 
     `block_bytes` is one block of one layer of one shard. `shard_layers[r]` is the number of layers that
     shard r holds: tensor-parallel ranks hold all layers of their stage, pipeline stages hold their own.
+    `channels` is the number of consecutive elements in a block that lossy codecs may scale one by one (the heads
+    times the head size of one token's K or V), 0 where the bytes are opaque to us.
     """
 
     block_tokens: int
@@ -105,6 +117,7 @@ class KVGroup:
     shard_layers: tuple[int, ...]
     rule: HitRule = HitRule.ALL
     window_tokens: int = 0
+    channels: int = 0
 
 
 def align(size_bytes: int) -> int:
@@ -155,7 +168,8 @@ class KVLayout:
         text = [f"chunk={self.chunk_tokens}"]
         for it in self.groups:
             layers = ",".join(map(str, it.shard_layers))
-            text.append(f"{it.block_tokens}/{it.block_bytes}/{layers}/{it.rule.value}/{it.window_tokens}")
+            channels = f"/{it.channels}" if it.channels else ""
+            text.append(f"{it.block_tokens}/{it.block_bytes}/{layers}/{it.rule.value}/{it.window_tokens}{channels}")
         return hashlib.sha256("|".join(text).encode()).hexdigest()[:32]
 
     def problem(self) -> str | None:
@@ -176,6 +190,67 @@ class KVLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """What a lower tier knows of a namespace: the record without its salt, its root, and the layout of its chunks."""
+
+    namespace: Namespace
+    layout: KVLayout
+    root: bytes
+
+    @classmethod
+    def of(cls, namespace: Namespace, layout: KVLayout) -> Origin:
+        """The origin of a registered namespace; its salt, which may be secret, is kept only inside the root."""
+        return cls(replace(namespace, salt=""), layout, namespace.root())
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What one KV group's part of a chunk is: all that must be equal for its bytes to be used. `parent` is the key of
+    the chunk before, empty at the start of a prompt; it follows from the key and is kept to restore the tree."""
+
+    origin: Origin
+    group: int
+    key: ChunkKey
+    parent: bytes = field(default=b"", compare=False)
+
+    @property
+    def length_bytes(self) -> int:
+        """Bytes of the slot: all shards' parts, whole pages."""
+        return self.origin.layout.slot_bytes(self.group)
+
+
+class Outcome(enum.Enum):
+    """What became of one chunk's way to or from a lower tier."""
+
+    DONE = "done"
+    MISSING = "missing"
+    """It is not there."""
+    FOREIGN = "foreign"
+    """Another chunk is in its place: the index was behind. It is a miss."""
+    NEWER = "newer"
+    """A newer headwater wrote it: a miss, and left alone."""
+    CORRUPT = "corrupt"
+    """Its bytes are not what was written."""
+    DAMAGED = "damaged"
+    """That place of the medium cannot be read or written, while others can."""
+    FULL = "full"
+    """There is no room for it."""
+    REFUSED = "refused"
+    """The tier's codec does not take it, or cannot bring it back: no key for its tenant, numbers that are not finite.
+    It says nothing against the tier or the bytes."""
+    FAILED = "failed"
+    """The tier could not do it now; nothing is known of the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a tier can hold and holds, in bytes; None where it cannot tell."""
+
+    capacity_bytes: int | None
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Media:
     """One image, audio or video item of a prompt: a content hash and the token positions it fills."""
 
@@ -185,10 +260,11 @@ class Media:
 
 
 class TicketKind(enum.Enum):
-    """What a ticket holds: leases on replicas to read, or reserved slots to write."""
+    """What a ticket holds: leases on replicas to read, reserved slots to write, or leases that only keep replicas."""
 
     LOAD = "load"
     SAVE = "save"
+    PIN = "pin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,18 +295,20 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Replicas became READY in a tier (said after commit, never before)."""
+    """Replicas became READY in a tier (said after commit, never before); `places` are their slots' addresses."""
 
     namespace: int
     group: int
     keys: tuple[ChunkKey, ...]
     tier: Tier
     size_bytes: int
+    places: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Replicas left a tier. `reason` is `evicted` or `deleted`."""
+    """Replicas left a tier. `reason` is `evicted`, `deleted` or `corrupt`; `cause` is the namespace that needed the
+    room, -1 if none did."""
 
     namespace: int
     group: int
@@ -238,9 +316,22 @@ class Removed:
     tier: Tier
     size_bytes: int
     reason: str
+    cause: int = -1
+    places: tuple[int, ...] = field(default=(), compare=False)
 
 
 Changed = Stored | Removed
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """What came of a deletion: how many parts of chunks left this node, how many stayed because engines or pins use
+    them, how many pins were ended, and the REMOTE tiers that have not yet deleted what they have."""
+
+    deleted: int
+    kept: int
+    pins: int = 0
+    pending: tuple[str, ...] = ()
 
 
 def split_keys(packed: bytes) -> list[ChunkKey]:
@@ -258,3 +349,87 @@ def split_keys(packed: bytes) -> list[ChunkKey]:
 def pack_keys(keys: Iterable[ChunkKey]) -> bytes:
     """The reverse of `split_keys`."""
     return b"".join(keys)
+
+
+NAME_BYTES = KEY_BYTES + 1
+
+
+def chunk_name(group: int, key: ChunkKey) -> bytes:
+    """What a directory calls one KV group's part of a chunk: 17 bytes, the same in all namespaces and on all nodes."""
+    return key + bytes((group,))
+
+
+def split_name(name: bytes) -> tuple[int, ChunkKey]:
+    """The group and the key of a chunk's name."""
+    return name[KEY_BYTES], ChunkKey(name[:KEY_BYTES])
+
+
+class Standing(enum.Enum):
+    """What a member takes part in."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    """It is read from, and nothing more is given to it."""
+    SILENT = "silent"
+    """It has not been heard of for a while: it is not chosen, and what it holds is not forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One life of a node: `name` stays over restarts, `epoch` does not, and addresses are no identity.
+
+    `address` is HOST:PORT of its TCP listener, `socket` the path of its Unix listener, empty where there is none.
+    `host` is equal for those that can pass descriptors to each other. `labels` are an operator's words for where it is
+    (zone, switch, nic). `oldest` and `newest` are the peer protocols that it speaks.
+    """
+
+    name: str
+    epoch: int
+    address: str
+    socket: str = ""
+    host: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    transports: tuple[str, ...] = ("tcp",)
+    version: str = ""
+    oldest: int = 1
+    newest: int = 1
+    capacity_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A member as the directory knows it. `number` is this life's, never used again; `report` is what its last beat
+    brought along, as JSON for people and programs; `heard_s` is how long ago that was."""
+
+    number: int
+    member: Member
+    standing: Standing
+    heard_s: float
+    report: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Who holds a chunk, by its number in the directory, and in which tier."""
+
+    number: int
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A chunk became readable in a tier of the announcing node, or left it."""
+
+    name: bytes
+    tier: Tier
+    present: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The directory's answer to a beat. `generation` is another after it has lost everything; `serial` is that of the
+    last batch that it has of this node; `members` changes whenever somebody joins, leaves, drains or falls silent."""
+
+    generation: str
+    serial: int
+    members: int

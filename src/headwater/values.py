@@ -69,6 +69,13 @@ def memory_size(value: object) -> int:
     return size
 
 
+def size_or_auto(value: object) -> int | None:
+    """A size, or None for `auto`: whoever needs it chooses."""
+    if value is None or (isinstance(value, str) and value.strip().lower() == "auto"):
+        return None
+    return parse_size(value)
+
+
 def parse_duration(value: object) -> float:
     """Seconds from a number or from text: `30`, `30s`, `500ms`, `2m`, `1h`; above 0, at most a day.
 
@@ -148,6 +155,14 @@ def memory_backing(value: object) -> str:
     return place
 
 
+def absolute_path(value: object) -> str:
+    """An absolute path, or nothing."""
+    path = text(value).strip()
+    if path and not path.startswith("/"):
+        raise ConfigError("not an absolute path; it must not depend on where the process was started")
+    return path
+
+
 def split_address(address: str) -> tuple[str, str]:
     """Host and port of `HOST:PORT` or `[HOST]:PORT`."""
     host, _, port = address.rpartition(":")
@@ -174,20 +189,69 @@ def loopback_address(value: object) -> str:
     return address
 
 
-def namespace_fields(value: object) -> dict[str, str]:
-    """Fields of a Namespace and their values: a table, `field=value,…`, or a list of `field=value`."""
+def host_and_port(value: object) -> str:
+    """HOST:PORT or [HOST]:PORT, port 0 for any."""
+    address = text(value).strip()
+    host, port = split_address(address)
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535 or not re.fullmatch(r"[A-Za-z0-9._:%-]{1,255}", host):
+        raise ConfigError("not HOST:PORT, as in 10.0.0.5:7420 or [fd00::5]:7420")
+    return address
+
+
+def host_and_port_or_none(value: object) -> str:
+    """The same with a real port, or nothing."""
+    if value == "":
+        return ""
+    address = host_and_port(value)
+    if split_address(address)[1].strip("0") == "":
+        raise ConfigError("port 0 is no port that others can connect to")
+    return address
+
+
+def node_name(value: object) -> str:
+    """The name of a node or a cluster, or nothing."""
+    name = text(value).strip()
+    if name and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+        raise ConfigError("not a name of up to 64 letters, digits, dots, dashes and underscores")
+    return name
+
+
+def label_values(value: object) -> dict[str, str]:
+    """A few labels and their values."""
+    found = named_values(value, "label=value, as in zone=a")
+    if len(found) > 16 or any(not re.fullmatch(r"[A-Za-z0-9._/-]{1,64}", str(it)) for it in [*found, *found.values()]):
+        raise ConfigError("not up to 16 labels of up to 64 letters, digits and . _ / -")
+    return {str(name): str(content) for name, content in found.items()}
+
+
+def named_values(value: object, example: str) -> dict[str, object]:
+    """Names and values, unread: a table, `name=value,…`, or a list of `name=value`."""
     if isinstance(value, str):
         value = [part for part in value.split(",") if part.strip()]
     if isinstance(value, list | tuple):
         pairs = [str(part).partition("=") for part in value]
         if missing := [name for name, equals, _ in pairs if not equals]:
-            raise ConfigError(f"{missing[0]!r} has no value; write field=value, as in kv_dtype=float32")
-        value = {name.strip(): content.strip() for name, _, content in pairs}
+            raise ConfigError(f"{missing[0]!r} has no value; write {example}")
+        names = [name.strip() for name, _, _ in pairs]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"{twice[0]!r} is there twice; leave one of them")
+        value = {name: content.strip() for name, (_, _, content) in zip(names, pairs, strict=True)}
     if not isinstance(value, Mapping):
-        raise ConfigError("neither a table nor field=value pairs, as in kv_dtype=float32")
+        raise ConfigError(f"neither a table nor pairs; write {example}")
+    return dict(value)
+
+
+def namespace_fields(value: object) -> dict[str, str]:
+    """Fields of a Namespace and their values."""
+    found = named_values(value, "field=value, as in kv_dtype=float32")
     known = [it.name for it in fields(Namespace)]
-    for name, content in value.items():
+    for name in found:
         if name not in known:
             raise ConfigError(f"a Namespace has no field {name!r}; the nearest is {nearest(str(name), known)!r}")
-        text(content)
-    return dict(value)
+    return {name: text(content) for name, content in found.items()}
+
+
+def tenant_sizes(value: object) -> dict[str, int]:
+    """Tenants and a size for each; the name of engines without a tenant is empty, as in `=4GiB`."""
+    found = named_values(value, "tenant=size, as in blue=8GiB")
+    return {text(tenant): memory_size(size) for tenant, size in found.items()}

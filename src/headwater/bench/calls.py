@@ -79,7 +79,7 @@ def measure_lookups(effort: Effort, wanted: frozenset[str]) -> Readings:
             hold(session, chunk_keys(root, known, CHUNK_TOKENS))
 
             def lookup(tokens: list[int], usable: int) -> None:
-                assert session.match(chunk_keys(root, tokens, CHUNK_TOKENS)) == usable
+                assert session.match(chunk_keys(root, tokens, CHUNK_TOKENS)).chunks == usable
 
             calls = max((1 if effort.quick else 10) * 40_960 // count, 1)
             for kind, tokens, usable in (("hit", known, count // CHUNK_TOKENS), ("miss", unknown, 0)):

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from headwater.bench.harness import MODEL, Effort, Result, Spec, Suite, Unmeasured, conclude
+from headwater.bench.harness import MODEL, TRACES, Effort, Result, Spec, Suite, Unmeasured, conclude
 from headwater.bench.machine import Observer
 from headwater.bench.report import Report, list_table
 from headwater.bench.suites import SUITES
@@ -40,6 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", metavar="ROUNDS", help=f"rounds to take the median of (default: {ROUNDS})")
     parser.add_argument("--quick", action="store_true", help=f"small amounts, {QUICK_ROUNDS} rounds: for a look only")
     parser.add_argument("--model", type=Path, default=MODEL, metavar="DIR", help=f"for `bench vllm` (default: {MODEL})")
+    traces = f"for `bench route`: Mooncake's public traces (default: {TRACES})"
+    parser.add_argument("--traces", type=Path, default=TRACES, metavar="DIR", help=traces)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, for programs")
     form.add_argument("--markdown", action="store_true", help="print Markdown, for documents")
@@ -57,7 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     suite = SUITES.get(arguments.suite)
     if suite is None:
         raise ConfigError(f"no suite {arguments.suite!r}; the nearest is {nearest(arguments.suite, SUITES)!r}")
-    effort = Effort(_rounds(arguments), arguments.quick, model=arguments.model.resolve())
+    effort = Effort(
+        _rounds(arguments), arguments.quick, model=arguments.model.resolve(), traces=arguments.traces.resolve()
+    )
     wanted = select(suite, arguments.only)
     # SIGTERM like Ctrl-C: on the way out, the processes that we have started end too.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -139,7 +139,7 @@ class Engine:
         self.memory.prefault(threading.Event())
         namespace = Namespace("bench", "raw", shape.name, shape.layout.fingerprint())
         self.session = Session(link, namespace, shape.layout)
-        slots = sum(size // shape.layout.slot_bytes(0) for size in self.memory.sizes)
+        slots = self.memory.sizes[0] // shape.layout.slot_bytes(0)  # the rest is for objects' readers
         self.room = slots // shape.prompt_chunks - 1
         self.held: deque[list[ChunkKey]] = deque()
         self._prompts = 0

@@ -22,6 +22,8 @@ from pathlib import Path
 GB = 1e9
 MODEL = Path(".cache/models/SmolLM2-135M-Instruct")
 """Where `make setup` puts the model of the demo and of the suites that run engines."""
+TRACES = Path("traces")
+"""Where recorded workloads are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +230,7 @@ def _take_turn(contender: Contender, series: Series, clocks: Clocks) -> None:
 class Effort:
     """How thorough to be: rounds, whether to use small amounts (`quick`), and whom to tell after each turn.
 
-    `model` is the directory of the model that engines serve.
+    `model` is the directory of the model that engines serve, `traces` that of recorded workloads.
     """
 
     rounds: int
@@ -236,6 +238,7 @@ class Effort:
     clocks: Clocks = field(default_factory=Clocks)
     after_turn: Callable[[], object] = lambda: None
     model: Path = MODEL
+    traces: Path = TRACES
 
     def interleave(self, contenders: Sequence[Contender], *, warm_ups: int = 1) -> dict[str, Series]:
         """`interleave` with this effort."""

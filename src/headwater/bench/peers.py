@@ -50,22 +50,28 @@ class Peer:
 
 
 @contextmanager
-def node_process(host_memory: int, *, prefault: bool = True) -> Iterator[Peer]:
-    """A `headwater node` with so many bytes, on a socket of its own; it is gone when the context ends.
+def node_process(
+    host_memory: int, *, prefault: bool = True, settings: Mapping[str, str] | None = None
+) -> Iterator[Peer]:
+    """A `headwater node` with so many bytes, on a socket of its own; it is gone when the context ends. `settings` are
+    further variables of its environment.
 
     Raises UnavailableError with its last words if it does not serve within START_S.
     """
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as directory:
         address = f"unix:{directory}/node.sock"
-        settings = {
+        variables = {
             "HEADWATER_NODE_SOCKET": address,
             "HEADWATER_NODE_HOST_MEMORY": str(host_memory),
             "HEADWATER_NODE_PREFAULT": "true" if prefault else "false",
             "HEADWATER_NODE_METRICS": "off",
             "HEADWATER_LOG_LEVEL": "warning",
+            # "Cold" is what was used longest ago; the default policy may keep it.
+            "HEADWATER_NODE_EVICTION": "lru",
+            **(settings or {}),
         }
         started_s = time.monotonic()
-        with _process(NODE_COMMAND, settings, Path(directory)) as process:
+        with _process(NODE_COMMAND, variables, Path(directory)) as process:
             while not _answers(address):
                 _wait(process, started_s, Path(directory))
             yield Peer(address, process.pid, time.monotonic() - started_s)

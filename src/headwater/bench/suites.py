@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from headwater.bench import node, vllm
+from headwater.bench import node, route, store, tiers, transfer, vllm
 from headwater.bench.harness import Suite
 
-SUITES: dict[str, Suite] = {it.name: it for it in (node.SUITE, vllm.SUITE)}
+SUITES: dict[str, Suite] = {
+    it.name: it for it in (node.SUITE, tiers.SUITE, transfer.SUITE, store.SUITE, route.SUITE, vllm.SUITE)
+}

@@ -150,7 +150,7 @@ def _settle(node: str) -> None:
     deadline_s = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline_s:
         time.sleep(POLL_S)
-        if fetch_status(node)["tickets"] == {"load": 0, "save": 0}:
+        if fetch_status(node)["quiet"]:
             return
 
 

@@ -14,11 +14,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 from headwater.errors import ConfigError, HeadwaterError
+from headwater.places import mask
 from headwater.values import nearest
 from headwater.version import VERSION
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that repeats no password of a URL when it refuses a command line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and exit with 2."""
+        super().error(mask(message))
 
 
 class Module(Protocol):
@@ -41,17 +50,30 @@ class Command:
 
 COMMANDS = {
     "node": Command("headwater.cli.node", "serve this host's KV memory to its engines"),
+    "node drain": Command("headwater.cli.drain", "have the others take what only this node holds, before it stops"),
     "status": Command("headwater.cli.status", "what a node holds, who uses it, and how often it helps"),
+    "cluster": Command("headwater.cli.cluster", "the nodes of a cluster, their links, and what is hot"),
+    "tiers": Command("headwater.cli.tiers", "how full, how fast and how well each tier of a node is"),
+    "explain": Command("headwater.cli.explain", "where a prompt's chunks are, and why a request missed"),
+    "prefetch": Command("headwater.cli.prefetch", "bring chunks up to memory before anybody asks for them"),
+    "pin": Command("headwater.cli.pin", "keep chunks in memory for a while"),
+    "evict": Command("headwater.cli.evict", "push chunks out of memory"),
+    "clear": Command("headwater.cli.clear", "delete prompts or whole namespaces from every tier"),
+    "simulate": Command("headwater.cli.simulate", "a recorded workload on a simulated fleet: hits, latencies, goodput"),
+    "trace export": Command("headwater.cli.trace_export", "make a trace without text out of one's own request log"),
+    "trace facts": Command("headwater.cli.trace_facts", "what a trace is like, and how much of it could be reused"),
+    "plan": Command("headwater.cli.plan", "what a fleet needs for a model, each answer with its formula"),
     "doctor": Command("headwater.cli.doctor", "check this host, and say what is missing and what to do"),
     "bench": Command("headwater.bench.command", "measure this machine, each figure beside its yardstick"),
     "demo": Command("headwater.demo.command", "two real vLLM instances share one KV cache through a node"),
+    "demo-cluster": Command("headwater.demo.cluster", "three nodes share one KV cache, and things break meanwhile"),
     "config": Command("headwater.cli.config", "the settings in effect and where each one comes from"),
     "version": Command("headwater.cli.version", "versions of headwater, its protocol and Python"),
 }
 
 OUTLINE = """\
-headwater keeps the KV cache of this host's LLM engines in one shared memory, so that a prefix which one engine
-has computed is not computed again, by itself or by another.
+headwater keeps the KV cache of LLM engines, on one host in shared memory, on many as one cache, so that a prefix which
+one engine has computed is not computed again, by itself or by another.
 
 usage: headwater COMMAND [OPTION ...]
        headwater COMMAND --help
@@ -63,6 +85,7 @@ a first run:
   headwater doctor                      is this host ready?
   headwater node --host-memory 32GiB    start a node; it prints how to plug vLLM in
   headwater status --watch              see what it holds and how often it hits
+  headwater cluster top                 the nodes of a cluster, live
 
 Settings come from flags, HEADWATER_* variables and a TOML file (--config FILE or HEADWATER_CONFIG), in this
 order; `headwater config` shows the result. Exit codes: 0 ok, 1 failed, 2 bad usage or configuration.
@@ -72,11 +95,12 @@ order; `headwater config` shows the result. Exit codes: 0 ok, 1 failed, 2 bad us
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    name = arguments[0] if arguments else ""
+    words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
+    name = " ".join(arguments[:words])
     if name not in COMMANDS:
         return _without_command(name)
     command = cast(Module, import_module(COMMANDS[name].module))
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"headwater {name}",
         description=f"{COMMANDS[name].summary[0].upper()}{COMMANDS[name].summary[1:]}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -84,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     command.configure(parser)
     try:
-        code = command.run(parser.parse_args(arguments[1:]))
+        code = command.run(parser.parse_args(arguments[words:]))
         sys.stdout.flush()
         return code
     except HeadwaterError as error:

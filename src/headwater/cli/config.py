@@ -9,7 +9,7 @@ from rich.table import Table
 
 from headwater.cli.options import SPELLINGS, add_config, add_json, read_config
 from headwater.cli.show import console, show_setting
-from headwater.config import SETTINGS, Effective, variable
+from headwater.config import SETTINGS, Effective, public, variable
 
 EXAMPLES = f"""\
 examples:
@@ -22,9 +22,14 @@ A file has the sections [node], [engine] and [log]:
   [node]
   host_memory = "32GiB"
   require = {{kv_dtype = "bfloat16"}}
+  disk = "/nvme/kv:500GiB"
+  remotes = ["redis://user:password@kv:6379", "s3://bucket/prefix"]
 
 The variable of node.host_memory is {variable("node.host_memory")}, and so on. Variables win over the file, flags
-of `headwater node` and vLLM's kv_connector_extra_config over both. {SPELLINGS}
+of `headwater node` and vLLM's kv_connector_extra_config over both. Passwords in URLs are never shown. Keep them in
+a file of mode 0600 or in {variable("node.remotes")} and {variable("engine.remotes")}: every user of the host can
+read the flags of a process, and vLLM logs its kv_connector_extra_config.
+{SPELLINGS}
 """
 
 
@@ -41,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     effective = read_config(arguments)
     changed = sum(origin != "default" for origin in effective.origin.values())
     if arguments.json:
-        settings = {name: {"value": effective.value(name), "origin": effective.origin[name]} for name in SETTINGS}
+        settings = {
+            name: {"value": public(name, effective.value(name)), "origin": effective.origin[name]} for name in SETTINGS
+        }
         print(json.dumps({"ok": True, "settings": settings}, indent=None if arguments.check else 2))
     elif arguments.check:
         print(f"ok: {len(SETTINGS)} settings, {changed} of them not the default")

@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import replace
 
-from headwater.cli.options import add_config, add_json, add_setting, read_config, reader
+from headwater.cli.options import add_config, add_json, add_setting, flag_of, read_config, reader
 from headwater.cli.show import console
 from headwater.doctor import Finding, Verdict, examine
 from headwater.values import socket_address
@@ -15,6 +15,7 @@ EXAMPLES = """\
 examples:
   headwater doctor                          for a node with the settings of this environment
   headwater doctor --host-memory 64GiB      would that fit?
+  headwater doctor --disk /nvme/kv:500GiB --remote redis://kv:6379    are these tiers fit for use?
   headwater doctor --node unix:/run/headwater/node.sock     is that node up, and does it speak our protocol?
 
 ok: fine. warn: works, but slower, or not tested. fail: does not work; the exit code is 1. Run it once where the
@@ -24,10 +25,11 @@ MARKS = {Verdict.OK: ("ok", "green"), Verdict.WARN: ("warn", "yellow"), Verdict.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """`--node`, `--host-memory`, `--json`."""
+    """`--node`, `--host-memory`, `--disk`, `--remote`, `--json`."""
     parser.epilog = EXAMPLES
     add_config(parser)
-    add_setting(parser, "node.host_memory", "--host-memory")
+    for name in ("node.host_memory", "node.disk", "node.remotes"):
+        add_setting(parser, name, flag_of(name))
     node = "a node that should be running, unix:/PATH; its absence is a failure then"
     parser.add_argument("--node", metavar="ADDRESS", type=reader(socket_address), help=node)
     add_json(parser)

@@ -10,13 +10,14 @@ import signal
 from contextlib import ExitStack
 from types import FrameType
 
-from headwater.cli.options import SPELLINGS, add_config, add_setting, add_settings, read_config
+from headwater.cli.options import SPELLINGS, add_config, add_setting, add_settings, flag_of, read_config
 from headwater.cli.show import show_size
-from headwater.config import NodeConfig
+from headwater.config import Effective, NodeConfig, variable
 from headwater.errors import HeadwaterError
 from headwater.metrics.endpoint import Endpoint
 from headwater.node.driver import Node
 from headwater.node.server import Server
+from headwater.places import parse_remote
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +25,17 @@ SPARE_DESCRIPTORS = 128
 EXAMPLES = f"""\
 examples:
   headwater node --host-memory 32GiB
+  headwater node --host-memory 32GiB --disk /nvme/kv:500GiB --remote redis://kv:6379 --remote s3://bucket/prefix
   headwater node --socket unix:/run/headwater/node.sock --require kv_dtype=bfloat16
   HEADWATER_NODE_HOST_MEMORY=32GiB headwater node --metrics off
+  headwater node --cluster prod --directory redis://kv:6379 --listen 0.0.0.0:7420 --token-file /etc/headwater/token
 
 {SPELLINGS}
 
 The node prints one line when it serves. The first SIGTERM or Ctrl-C lets running loads and saves end within
 --drain-s, the second ends at once; engines go on without a cache either way. Memory is taken as it is filled or
-prefaulted and given back at the end; nothing is left in /dev/shm.
+prefaulted and given back at the end; nothing is left in /dev/shm. What is on --disk stays for the next start. Give
+URLs with passwords in the file or in {variable("node.remotes")}: every user of the host can read flags.
 """
 
 
@@ -45,8 +49,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until told to stop."""
-    config = read_config(arguments).config
+    effective = read_config(arguments)
+    config = effective.config
     logging.basicConfig(level=config.log.level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    warn_of_shown_passwords(effective)
     raise_descriptor_limit(config.node.max_sessions)
     with ExitStack() as stack:
         endpoint = None
@@ -92,6 +98,16 @@ def drain_on_signals(server: Server) -> None:
 
     for it in wanted:
         signal.signal(it, stop)
+
+
+def warn_of_shown_passwords(effective: Effective) -> None:
+    """Say that what a flag holds is in the process list, for everybody on this host."""
+    directory = effective.config.node.directory
+    given = {"node.remotes": effective.config.node.remotes, "node.directory": (directory,) if directory else ()}
+    for name, urls in given.items():
+        if effective.origin[name] == "flag" and any(parse_remote(url).password for url in urls):
+            text = "%s has a password, which all users of this host can read in the process list; %s or a file hides it"
+            log.warning(text, flag_of(name), variable(name))
 
 
 def raise_descriptor_limit(sessions: int) -> None:

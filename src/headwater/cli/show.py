@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from headwater.config import SETTINGS
-from headwater.values import memory_size, parse_size
+from headwater.config import SETTINGS, public
+from headwater.values import memory_size, parse_size, size_or_auto, tenant_sizes
 
 WIDTH_OF_FILES = 1000
-SIZES = (memory_size, parse_size)
+SIZES = (memory_size, parse_size, size_or_auto)
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -62,7 +62,10 @@ def show_span(seconds: float) -> str:
 
 
 def show_setting(name: str, value: object) -> str:
-    """A setting's value, as it could be written in a flag; words where it is empty."""
+    """A setting's value, as it could be written in a flag, without passwords; words where it is empty."""
+    value = public(name, value)
+    if value is None:
+        return "auto"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int):
@@ -70,5 +73,8 @@ def show_setting(name: str, value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, dict):
-        return ",".join(f"{name}={text}" for name, text in value.items()) or "none"
+        show = exact_size if SETTINGS[name].metadata["parse"] is tenant_sizes else str
+        return ",".join(f"{name}={show(it)}" for name, it in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value)) or "none"
     return str(value) or "empty"

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from headwater.cli.options import add_config, add_json, read_config, reader
 from headwater.cli.show import console, plain, show_count, show_share, show_size, show_span
+from headwater.cli.tiers import troubles
 from headwater.errors import UnavailableError
 from headwater.node.client import fetch_status
 from headwater.values import parse_duration, socket_address
@@ -108,9 +109,13 @@ def _summary(address: str, state: State) -> Table:
     )
     table.add_row("up", show_span(state["uptime_s"]) + (", draining" if state["draining"] else ""))
     table.add_row("memory", f"{show_size(taken)} of {show_size(capacity)} ({show_share(taken, capacity)}){quarantine}")
+    below = [f"{plain(it['name'])} {show_size(it['used_bytes'] or 0)} {it['health']}" for it in state["tiers"][1:]]
+    table.add_row("below", ", ".join(below) or "no lower tier")
     table.add_row("engines", f"{state['instances']} alive; {state['sessions']} connections, this one included")
     table.add_row("running", f"{tickets['load']} loads, {tickets['save']} saves")
-    table.add_row("trouble", ", ".join(f"{count} {name}" for name, count in trouble.items() if count) or "none")
+    told = [f"{count} {name}" for name, count in trouble.items() if count]
+    told += [f"{plain(it['name'])} {why}" for it in state["tiers"] for why in troubles(it)]
+    table.add_row("trouble", ", ".join(told) or "none")
     return table
 
 

@@ -1,33 +1,58 @@
-"""`headwater demo`: start a node and two vLLM instances, ask them, and show what was shared."""
+"""`headwater demo`: start a node and two vLLM instances, ask them, and show what was shared and what came back.
+
+Theory of operation.
+
+    shared      Valkey, a node with a disk, A and B run; the document is computed once
+    restarted   A, B and the node are stopped and started again: memory is empty, the disk is not
+    wiped       the node is stopped, its disk deleted, a new node started: only Valkey still has the document
+
+A answers in the second act, B in the third: so no engine has the document in its own cache, and one restart of both is
+enough. B is given the address of the last node from its restart on, and finds it when it is there.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import signal
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from headwater.demo.processes import Children, Served, check_model, kv_transfer_config, start_node, start_vllm
-from headwater.demo.story import CHAT_TURNS, Line, as_json, reused_on_other, steps, tell
+from headwater.demo.processes import Child, Children, Served, check_model, kv_transfer_config, start_node, start_vllm
+from headwater.demo.story import (
+    CHAT_TURNS,
+    RESTARTED,
+    WIPED,
+    Line,
+    as_json,
+    came_from,
+    reused_on_other,
+    steps,
+    tell,
+    tell_again,
+    wait_for_engine,
+    wait_for_rest,
+)
+from headwater.demo.tables import end_on_signals, requests_table, yes
+from headwater.demo.valkey import start_valkey, valkey_program
+from headwater.types import Tier
 
 MODEL = Path(".cache/models/SmolLM2-135M-Instruct")
 START_S = 300.0
+DISK = "512MiB"
 EXAMPLES = """\
 The same, by hand:
-  headwater node --host-memory 1GiB
+  headwater node --host-memory 1GiB --disk /var/tmp/kv:512MiB --remote valkey://127.0.0.1:6379
   vllm serve MODEL --kv-transfer-config '{"kv_connector":"HeadwaterConnector","kv_role":"kv_both",
     "kv_load_failure_policy":"recompute","kv_connector_extra_config":{"node":"unix:/path/it/printed"}}'
 
-Exit code 0 only if every answer is identical to the one computed without any cache, and instance B reused what
-instance A had computed.
+Exit code 0 only if every answer is identical to the one computed without any cache, instance B reused what instance
+A had computed, and the document came back from the disk after a restart and from Valkey after the disk was deleted.
 """
 
 
@@ -41,10 +66,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo; 0 only if all outputs are identical and B reused A's prefix."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _as_interrupt)
+    """Run the demo; 0 only if all outputs are identical and every act found the prefix where it should be."""
+    end_on_signals()
     check_model(arguments.model)
+    valkey_program()
     console = Console(stderr=arguments.json, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="headwater-demo-") as scratch:
         logs = arguments.logs or Path(scratch)
@@ -59,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _perform(model: Path, memory: str, scratch: Path, logs: Path, console: Console) -> list[Line]:
-    total = 3 + len(list(steps())) + len(CHAT_TURNS)
+    total = 5 + len(list(steps())) + len(CHAT_TURNS)
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -68,47 +93,74 @@ def _perform(model: Path, memory: str, scratch: Path, logs: Path, console: Conso
         TimeElapsedColumn(),
     )
     with Children() as children, Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting a node", total=total)
+        task = progress.add_task("starting Valkey and a node", total=total)
 
         def begin(what: str) -> None:
             progress.update(task, description=what, advance=1)
 
-        address = f"unix:{scratch}/node.sock"
-        start_node(children, address, memory, logs / "node.log")
-        begin("starting vLLM A and B (half a minute)")
+        return Stage(children, model, memory, scratch, logs).play(begin)
+
+
+class Stage:
+    """The processes of the demo, and where they keep things."""
+
+    def __init__(self, children: Children, model: Path, memory: str, scratch: Path, logs: Path) -> None:
+        self._children, self._model, self._memory, self._logs = children, model, memory, logs
+        self._disk = scratch / "disk"
+        self._address, self._last_address = f"unix:{scratch}/node.sock", f"unix:{scratch}/last.sock"
+        self._remote = start_valkey(children, scratch / "valkey", logs / "valkey.log")
         cores = sorted(os.sched_getaffinity(0))
-        binds = [cores[0], cores[1]] if len(cores) > 1 else [None, None]
+        self._cores = [cores[0], cores[1]] if len(cores) > 1 else [None, None]
+
+    def play(self, begin: Callable[[str], None]) -> list[Line]:
+        """All acts; `begin` is told what comes next."""
+        children = self._children
+        node = self._start_node(self._address, "node")
+        begin("starting vLLM A and B (half a minute)")
+        servers = self._start_engines(self._logs, {"A": self._address, "B": self._address})
+        lines, plain = tell(servers, self._address, begin)
+
+        begin("restarting the node and both engines (half a minute)")
+        wait_for_rest(self._address)
+        children.end(*(it.child for it in servers.values()))
+        children.end(node)
+        node = self._start_node(self._address, f"node-{RESTARTED}")
+        logs = self._logs / RESTARTED
+        servers = self._start_engines(logs, {"A": self._address, "B": self._last_address})
+        begin("same question on A, after the restart")
+        lines.append(tell_again(RESTARTED, servers["A"], self._address, plain["A"]))
+
+        begin("deleting the disk")
+        wait_for_rest(self._address)
+        children.end(node)
+        shutil.rmtree(self._disk)
+        self._start_node(self._last_address, f"node-{WIPED}")
+        wait_for_engine(self._last_address)
+        begin("same question on B, with nothing but Valkey")
+        lines.append(tell_again(WIPED, servers["B"], self._last_address, plain["B"]))
+        return lines
+
+    def _start_node(self, address: str, name: str) -> Child:
+        log, disk = self._logs / f"{name}.log", f"{self._disk}:{DISK}"
+        return start_node(self._children, address, self._memory, log, disk=disk, remotes=[self._remote])
+
+    def _start_engines(self, logs: Path, addresses: dict[str, str]) -> dict[str, Served]:
+        logs.mkdir(parents=True, exist_ok=True)
         servers: dict[str, Served] = {}
-        for name, core in zip("AB", binds, strict=True):
-            servers[name] = start_vllm(children, name, model, core, kv_transfer_config(address), logs)
+        for (name, address), core in zip(addresses.items(), self._cores, strict=True):
+            servers[name] = start_vllm(self._children, name, self._model, core, kv_transfer_config(address), logs)
         for it in servers.values():
             it.child.wait_until(it.healthy, START_S, lambda: None)
-            progress.advance(task)
-        return tell(servers, address, begin)
+        return servers
 
 
 def _show(lines: Sequence[Line], console: Console) -> None:
-    table = Table(title="Two vLLM instances, one KV cache")
-    for name in ("#", "instance", "prompt tokens", "reused from tier", "TTFT", "TTFT without cache", "faster", "moved"):
-        table.add_column(name, justify="right" if name not in ("instance", "reused from tier") else "left")
-    table.add_column("identical output")
-    for number, line in enumerate(lines, 1):
-        table.add_row(
-            str(number),
-            line.instance,
-            f"{line.prompt_tokens:,}",
-            f"{line.reused_tokens:,} ({line.tier})",
-            f"{line.ttft_s:.2f} s",
-            f"{line.ttft_uncached_s:.2f} s",
-            f"{line.ttft_uncached_s / line.ttft_s:.1f} x" if line.ttft_s else "",
-            f"{line.bytes_moved / 1e6:.1f} MB",
-            "[green]yes[/]" if line.identical else "[red]NO[/]",
-        )
-    console.print(table)
+    console.print(requests_table("Two vLLM instances, one KV cache", lines, moved=True))
     same = sum(line.identical for line in lines)
-    shared = "B reused A's prefix" if reused_on_other(lines) else "B did NOT reuse A's prefix"
-    console.print(f"{same} of {len(lines)} outputs identical to the run without a cache; {shared}.")
-
-
-def _as_interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    facts = {
+        "B reused A's prefix": reused_on_other(lines),
+        "the disk had it after a restart": came_from(lines, RESTARTED, Tier.DISK),
+        "Valkey had it after the disk was deleted": came_from(lines, WIPED, Tier.REMOTE),
+    }
+    told = "; ".join(f"{yes(true)}: {fact}" for fact, true in facts.items())
+    console.print(f"{same} of {len(lines)} outputs identical to the run without a cache. {told}.")

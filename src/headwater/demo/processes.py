@@ -32,6 +32,7 @@ class Child:
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
         self.name, self.log = name, log
+        self._was_asked = False
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
@@ -63,16 +64,28 @@ class Child:
         """The process group's number."""
         return self._process.pid
 
+    def ask_to_end(self) -> None:
+        """Tell the group to end, once: a second time would mean "at once"."""
+        if not self._was_asked:
+            self._was_asked = True
+            self._signal(signal.SIGTERM)
+
     def stop(self) -> None:
         """Ask the group to end, wait, then end it; returns when no process of the group is left."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if not self._signal(number):
-                break
-            deadline_s = time.monotonic() + STOP_S
-            while self._signal(0) and time.monotonic() < deadline_s:
-                self._process.poll()
-                time.sleep(POLL_S)
+        self.ask_to_end()
+        if not self._ends_within(STOP_S):
+            self._signal(signal.SIGKILL)
+            self._ends_within(STOP_S)
         self._process.wait()
+
+    def _ends_within(self, seconds: float) -> bool:
+        deadline_s = time.monotonic() + seconds
+        while self._signal(0):
+            if time.monotonic() > deadline_s:
+                return False
+            self._process.poll()
+            time.sleep(POLL_S)
+        return True
 
     def _signal(self, number: int) -> bool:
         """Whether the group was there to get the signal."""
@@ -104,6 +117,15 @@ class Children:
             self._children.append(child)
         return child
 
+    def end(self, *children: Child) -> None:
+        """Stop some of them now, all at the same time."""
+        with uninterrupted():
+            for child in children:
+                child.ask_to_end()
+            for child in children:
+                child.stop()
+                self._children.remove(child)
+
     def stop(self) -> None:
         """Stop all children; a second Ctrl-C does not leave the rest behind."""
         with uninterrupted():
@@ -125,20 +147,18 @@ def uninterrupted() -> Iterator[None]:
         signal.raise_signal(caught)
 
 
-def start_node(children: Children, address: str, memory: str, log: Path) -> Child:
-    """A `headwater node` that answers."""
+def start_node(
+    children: Children, address: str, memory: str, log: Path, *, disk: str = "", remotes: Sequence[str] = ()
+) -> Child:
+    """A `headwater node` that answers, with a disk tier and remote tiers if they are given as its flags want them."""
     command = [
-        sys.executable,
-        "-m",
-        "headwater",
-        "node",
-        "--socket",
-        address,
-        "--host-memory",
-        memory,
-        "--metrics",
-        "off",
-    ]
+        sys.executable, "-m", "headwater", "node",
+        "--socket", address, "--host-memory", memory, "--metrics", "off",
+    ]  # fmt: skip
+    if disk:
+        command += ["--disk", disk]
+    for url in remotes:
+        command += ["--remote", url]
     node = children.start("headwater node", command, child_environment({}), log)
 
     def answers() -> bool:
@@ -179,9 +199,19 @@ def check_model(model: Path) -> None:
 
 
 def start_vllm(
-    children: Children, name: str, model: Path, core: int | None, transfer: dict[str, object] | None, directory: Path
+    children: Children,
+    name: str,
+    model: Path,
+    core: int | None,
+    transfer: dict[str, object] | None,
+    directory: Path,
+    *,
+    resettable: bool = False,
 ) -> Served:
-    """Start `vllm serve` on a free loopback port, bound to one core if given; it is not ready yet."""
+    """Start `vllm serve` on a free loopback port, bound to one core if given; it is not ready yet.
+
+    `resettable` has it offer what vLLM has for developers only, such as to empty its own cache.
+    """
     check_model(model)
     port = free_port()
     vllm = Path(sys.executable).with_name("vllm")
@@ -201,6 +231,7 @@ def start_vllm(
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": None if core is None else str(core),
+        "VLLM_SERVER_DEV_MODE": "1" if resettable else None,
     }
     child = children.start(f"vLLM {name}", command, child_environment(changes), directory / f"vllm-{name}.log")
     return Served(name, port, child)

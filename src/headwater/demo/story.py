@@ -8,22 +8,33 @@ from dataclasses import asdict, dataclass
 
 from headwater.demo.processes import Served
 from headwater.demo.requests import Answer, Chat, ask, read_metrics
+from headwater.errors import UnavailableError
 from headwater.node.client import fetch_status
 from headwater.types import Tier
 
 DOCUMENT_FACTS = 92
+WARM_UP_CHARS = 1500
 SETTLE_S = 10.0
+REST_S = 60.0
 POLL_S = 0.02
+
+SHARED, RESTARTED, WIPED = "shared", "restarted", "wiped"
+"""The acts: all is running; engines and node were restarted; and the node has lost its memory and its disk, too."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One request of the demo: the machine-readable contract of `headwater demo --json`."""
+    """One request of the demo: the machine-readable contract of `headwater demo --json`.
 
+    `tiers` has the reused tokens by the tier that they came from, `tier` the same as text.
+    """
+
+    act: str
     instance: str
     prompt_tokens: int
     reused_tokens: int
     tier: str
+    tiers: dict[str, int]
     ttft_s: float
     ttft_uncached_s: float
     bytes_moved: int
@@ -73,26 +84,59 @@ CHAT_TURNS = tuple(
 """Each turn adds more than a chunk, so that the next instance finds the turn before in the node."""
 
 
-def tell(servers: dict[str, Served], node: str, begin: Callable[[str], None]) -> list[Line]:
-    """Make all requests, each first without any cache and then with; `begin` is told what comes next."""
-    lines = []
+def tell(servers: dict[str, Served], node: str, begin: Callable[[str], None]) -> tuple[list[Line], dict[str, Answer]]:
+    """Make all requests, each first without any cache and then with; `begin` is told what comes next.
+
+    Also returns what each instance answered to the first question without any cache.
+    """
+    lines: list[Line] = []
+    plain: dict[str, Answer] = {}
     for step in steps():
-        begin(f"{step.title}")
-        lines.append(_ask_both_ways(servers[step.instance], node, step.chat)[0])
+        begin(step.title)
+        server = servers[step.instance]
+        uncached = ask(server, step.chat, without_cache=True)
+        plain.setdefault(step.instance, uncached)
+        lines.append(ask_with_cache(SHARED, server, node, step.chat, uncached)[0])
     # The chat starts with the document, too, so that its prefix is already shared.
     chat: list[dict[str, str]] = [{"role": "system", "content": document()}]
     for turn, text in enumerate(CHAT_TURNS):
-        instance = "AB"[turn % 2]
-        begin(f"chat, turn {turn + 1} on {instance}")
+        server = servers["AB"[turn % 2]]
+        begin(f"chat, turn {turn + 1} on {server.name}")
         chat.append({"role": "user", "content": text})
-        line, answer = _ask_both_ways(servers[instance], node, chat)
+        uncached = ask(server, chat, without_cache=True)
+        line, answer = ask_with_cache(SHARED, server, node, chat, uncached)
         lines.append(line)
         chat.append({"role": "assistant", "content": answer.text})
-    return lines
+    return lines, plain
 
 
-def _ask_both_ways(server: Served, node: str, chat: Chat) -> tuple[Line, Answer]:
-    uncached = ask(server, chat, without_cache=True)
+def tell_again(act: str, server: Served, node: str, plain: Answer) -> Line:
+    """Ask the first question again, of an engine that has just been started; `plain` is its uncached answer."""
+    # An engine that has computed nothing yet is slow at first, and cannot say what fetching would have to beat.
+    ask(server, [{"role": "user", "content": document()[:WARM_UP_CHARS]}], without_cache=True)
+    return ask_with_cache(act, server, node, next(steps()).chat, plain)[0]
+
+
+def wait_for_rest(node: str) -> None:
+    """Return when everything that should be in the node's lower tiers is there; raises UnavailableError."""
+    _wait(lambda: fetch_status(node)["quiet"] is True, "the node still moves KV to its tiers")
+
+
+def wait_for_engine(node: str) -> None:
+    """Return when an engine has connected to a node; raises UnavailableError."""
+    _wait(lambda: fetch_status(node)["instances"] != 0, "no engine has found the node")
+
+
+def _wait(fact: Callable[[], bool], else_say: str) -> None:
+    deadline_s = time.monotonic() + REST_S
+    while not fact():
+        if time.monotonic() > deadline_s:
+            raise UnavailableError(f"{else_say} after {REST_S:.0f} s")
+        time.sleep(POLL_S)
+
+
+def ask_with_cache(act: str, server: Served, node: str, chat: Chat, uncached: Answer) -> tuple[Line, Answer]:
+    """Ask with the cache and see where the prompt came from; `uncached` is the same instance's answer without it."""
     before = read_metrics(server)
     cached = ask(server, chat)
     after = _settled_metrics(server, node)
@@ -101,16 +145,15 @@ def _ask_both_ways(server: Served, node: str, chat: Chat) -> tuple[Line, Answer]
         return int(after.get(name, 0.0) - before.get(name, 0.0))
 
     from_node = grown("vllm:external_prefix_cache_hits_total")
-    tiers = []
-    if cached.cached_tokens > from_node:
-        tiers.append(f"{Tier.DEVICE.value} {cached.cached_tokens - from_node}")
-    if from_node:
-        tiers.append(f"{Tier.HOST.value} {from_node}")
+    below = {it: grown(f"vllm:headwater_{it.value}_tokens_total") for it in (Tier.DISK, Tier.REMOTE)}
+    tiers = _by_tier(cached.cached_tokens, from_node, below)
     line = Line(
+        act=act,
         instance=server.name,
         prompt_tokens=cached.prompt_tokens,
         reused_tokens=cached.cached_tokens,
-        tier=" + ".join(tiers) or "none",
+        tier=" + ".join(f"{name} {tokens}" for name, tokens in tiers.items()) or "none",
+        tiers=tiers,
         ttft_s=round(cached.ttft_s, 4),
         ttft_uncached_s=round(uncached.ttft_s, 4),
         bytes_moved=grown("vllm:headwater_loaded_bytes_total") + grown("vllm:headwater_saved_bytes_total"),
@@ -119,15 +162,21 @@ def _ask_both_ways(server: Served, node: str, chat: Chat) -> tuple[Line, Answer]
     return line, cached
 
 
+def _by_tier(cached_tokens: int, from_node: int, below: dict[Tier, int]) -> dict[str, int]:
+    """Where the reused tokens of one request came from: the engine's own cache, or a tier of the node."""
+    tiers = {Tier.DEVICE: cached_tokens - from_node, Tier.HOST: from_node - sum(below.values())} | below
+    return {tier.value: tokens for tier, tokens in tiers.items() if tokens > 0}
+
+
 def _settled_metrics(server: Served, node: str) -> dict[str, float]:
     """A server's metrics once the node has no copy of it under way any more."""
     deadline_s = time.monotonic() + SETTLE_S
     last = read_metrics(server)
     while time.monotonic() < deadline_s:
         time.sleep(POLL_S)
-        tickets = fetch_status(node)["tickets"]
+        quiet = fetch_status(node)["quiet"]
         now = read_metrics(server)
-        if tickets == {"load": 0, "save": 0} and now == last:
+        if quiet and now == last:
             return now
         last = now
     return last
@@ -136,10 +185,21 @@ def _settled_metrics(server: Served, node: str) -> dict[str, float]:
 def reused_on_other(lines: Sequence[Line]) -> bool:
     """Whether B's first request took most of its prompt from what A had saved."""
     first = next(line for line in lines if line.instance == "B")
-    return Tier.HOST.value in first.tier and first.reused_tokens > first.prompt_tokens // 2
+    return _mostly(first, Tier.HOST)
+
+
+def came_from(lines: Sequence[Line], act: str, tier: Tier) -> bool:
+    """Whether the requests of an act took most of their prompts from this tier."""
+    asked = [line for line in lines if line.act == act]
+    return bool(asked) and all(_mostly(line, tier) for line in asked)
+
+
+def _mostly(line: Line, tier: Tier) -> bool:
+    return line.tiers.get(tier.value, 0) > line.prompt_tokens // 2
 
 
 def as_json(lines: Sequence[Line]) -> dict[str, object]:
     """The contract: whether all is well, and each request."""
     ok = all(line.identical for line in lines) and reused_on_other(lines)
+    ok = ok and came_from(lines, RESTARTED, Tier.DISK) and came_from(lines, WIPED, Tier.REMOTE)
     return {"ok": ok, "requests": [asdict(line) for line in lines]}

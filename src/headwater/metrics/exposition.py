@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from headwater.metrics.cluster import of_cluster
 from headwater.node.latency import BOUNDS_S
 
 State = dict[str, Any]
@@ -50,6 +51,34 @@ HOST = {
     "taken_bytes": "Memory that chunks use, those being written included.",
     "quarantined_bytes": "Memory of late saves, kept from use until their writers are known to have stopped.",
     "prefaulted_bytes": "Memory whose pages are known to be there.",
+}
+TIER_SUMS = {
+    "hit_tokens": "Tokens that a tier supplied to requests; those of lower tiers were brought up for them.",
+    "read_bytes": "Bytes that were brought up from a tier and verified.",
+    "written_bytes": "Bytes that went down to a tier.",
+    "dropped_chunks": "Chunks that left HOST, or fell out of the queue, before they went down to a tier.",
+    "declined": "Fetches that were left out because computing is faster.",
+    "opened": "How often a tier was found sick.",
+    "probes": "How often a sick tier was tried again.",
+    "journal_failures": "Writes of the disk's journal that failed and were tried again.",
+    "journal_forgotten_chunks": "Chunks on disk that the journal could not take: they do not outlive the node.",
+}
+TIER_LEVELS = {
+    "capacity_bytes": "What a tier can hold, where that is known.",
+    "recovered_chunks": "Chunks on disk that the node took over from the life before.",
+    "journal_broken": "1 once the disk's journal is damaged: the next start has to look at every slot.",
+    "used_bytes": "What a tier holds, where that is known.",
+    "read_bytes_s": "The measured rate of reads, once there was one.",
+    "read_latency_s": "The measured latency of reads, once there was one.",
+    "write_bytes_s": "The measured rate of writes, once there was one.",
+    "write_latency_s": "The measured latency of writes, once there was one.",
+    "queued_chunks": "Chunks that wait to go down to a tier.",
+    "moving_bytes": "Bytes on their way to or from a tier.",
+}
+FETCH_SUMS = {
+    "begun": "Requests of which HOST did not have everything.",
+    "cut": "Fetches that were cut off because they took longer than they were worth.",
+    "estimates": "Fetches whose estimated time was compared with what they took.",
 }
 IDENTITY = ("namespace", "model", "kv_dtype", "layout", "parallel", "chunk_tokens", "chunk_bytes")
 
@@ -84,6 +113,9 @@ class NodeCollector(Collector):
         yield from _of_node(state)
         yield from _of_host(state["host"])
         yield from _of_namespaces(state["namespaces"])
+        yield from _of_tiers(state["tiers"])
+        yield from _of_fetches(state["fetches"])
+        yield from of_cluster(state["cluster"])
         yield _of_calls(state["calls"])
 
 
@@ -146,6 +178,41 @@ def _of_namespaces(spaces: list[State]) -> Iterator[Metric]:
         for space in spaces:
             gauge.add_metric([space["namespace"], space["tier"]], space[name])
         yield gauge
+
+
+def _of_tiers(tiers: list[State]) -> Iterator[Metric]:
+    health = GaugeMetricFamily(
+        "headwater_tier_well", "1 while a tier may be used, 0 while it is sick.", labels=["name"]
+    )
+    full = GaugeMetricFamily("headwater_tier_full", "1 while a tier is left alone because it is full.", labels=["name"])
+    errors = CounterMetricFamily(
+        "headwater_tier_errors", "Chunks whose way to or from a tier failed, by outcome.", labels=["name", "outcome"]
+    )
+    for tier in tiers:
+        health.add_metric([tier["name"]], int(tier["health"] == "well"))
+        full.add_metric([tier["name"]], int(tier.get("full", False)))
+        for outcome, count in tier.get("errors", {}).items():
+            errors.add_metric([tier["name"], outcome], count)
+    yield from (health, full, errors)
+    for name, text in TIER_SUMS.items():
+        counter = CounterMetricFamily(f"headwater_tier_{name}", text, labels=["name"])
+        for tier in tiers:
+            if name in tier:
+                counter.add_metric([tier["name"]], tier[name])
+        yield counter
+    for name, text in TIER_LEVELS.items():
+        gauge = GaugeMetricFamily(f"headwater_tier_{name}", text, labels=["name"])
+        for tier in tiers:
+            if tier.get(name) is not None:
+                gauge.add_metric([tier["name"]], tier[name])
+        yield gauge
+
+
+def _of_fetches(fetches: State) -> Iterator[Metric]:
+    for name, text in FETCH_SUMS.items():
+        yield CounterMetricFamily(f"headwater_fetches_{name}", text, value=fetches[name])
+    text = "How far estimated fetch times were from what they took lately, as a share of it."
+    yield GaugeMetricFamily("headwater_fetches_estimate_error", text, value=fetches["estimate_error"])
 
 
 def _of_calls(calls: dict[str, State]) -> Metric:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import stat
+import struct
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from headwater.errors import ConfigError
 
 SCHEME = "unix:"
 PATH_BYTES_MAX = 107
+_credentials = struct.Struct("3i")  # pid, user, group
 LOCK_TRIES, LOCK_WAIT_S = 20, 0.02
 
 
@@ -26,6 +28,12 @@ def socket_path(address: str) -> Path:
     if len(os.fsencode(path)) > PATH_BYTES_MAX:
         raise ConfigError(f"node address {address!r}: a socket path has at most {PATH_BYTES_MAX} bytes")
     return path
+
+
+def peer_user(connection: socket.socket) -> int:
+    """The user id of the process at the other end of a Unix socket."""
+    user: int = _credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))[1]
+    return user
 
 
 class Listener:

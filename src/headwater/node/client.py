@@ -20,15 +20,17 @@ from typing import TypeVar
 import msgspec
 
 from headwater.errors import HeadwaterError, ProtocolError, RefusedError, ResourceError, UnavailableError
-from headwater.node.address import socket_path
+from headwater.node.address import peer_user, socket_path
 from headwater.node.messages import (
     HEADER_BYTES,
     PROTOCOL,
     Clear,
+    ClearReply,
     Contained,
     Contains,
     Done,
     Ended,
+    Forget,
     Hello,
     Keep,
     Load,
@@ -46,17 +48,19 @@ from headwater.node.messages import (
     Status,
     StatusReply,
     Welcome,
+    Wish,
     body_bytes,
     decode_reply,
     encode,
     unpack_addresses,
 )
 from headwater.tiers.host import MappedMemory
-from headwater.types import ChunkKey, KVLayout, Loadable, Namespace, Reservation, pack_keys
+from headwater.types import ChunkKey, Cleared, KVLayout, Loadable, Namespace, Reservation, pack_keys
 from headwater.version import VERSION
 
 DESCRIPTORS_MAX = 64
 READ_BYTES = 1 << 16
+CLEAR_S = 10.0
 
 R = TypeVar("R", bound=Reply)
 
@@ -96,6 +100,16 @@ class Link:
     def node(self) -> tuple[str, int]:
         """The node's name and epoch: who it is, whatever its address."""
         return self.welcome.node, self.welcome.epoch
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the node has closed the connection, or we have: for those who otherwise only look at its memory."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def call(self, request: Request, kind: type[R], call_s: float | None = None) -> R:
         """Send a request and return its reply of the expected kind, within `call_s` seconds.
@@ -176,8 +190,7 @@ class Link:
 
     def _check_owner(self) -> None:
         """Only our own or root's node may see our KV, whoever put a socket where we look for one."""
-        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        owner, own = struct.unpack("3i", credentials)[1], os.geteuid()
+        owner, own = peer_user(self._socket), os.geteuid()
         if own and owner not in (0, own):
             raise RefusedError("node's user", f"{own} or root", f"{owner}", "run the node as this user or as root")
 
@@ -224,9 +237,16 @@ class Session:
         self.link, self.layout = link, layout
         self._space = link.call(Register(namespace, layout), Registered).space
 
-    def match(self, keys: Sequence[ChunkKey], *, counts: bool = True) -> int:
-        """Usable leading chunks; changes nothing. `counts` marks the first time that a request asks."""
-        return self.link.call(Match(self._space, pack_keys(keys), counts), Matched).chunks
+    def match(
+        self, keys: Sequence[ChunkKey], *, counts: bool = True, request: str = "", tokens_s: float = 0.0
+    ) -> Matched:
+        """Usable leading chunks. `counts` marks the first time that a request asks. With the name of a `request`, the
+        node brings up more from lower tiers where that pays; then the answer says whether to ask again."""
+        return self.link.call(Match(self._space, pack_keys(keys), counts, request, tokens_s), Matched)
+
+    def forget(self, requests: Sequence[str]) -> int:
+        """Requests are over: nothing more is brought up for them; how many were known."""
+        return self.link.call(Forget(tuple(requests)), Ended).count
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which chunks are held."""
@@ -265,9 +285,15 @@ class Session:
         """Name all tickets that this instance knows of; what it holds besides is freed; how many those were."""
         return self.link.call(Keep(tuple(tickets)), Ended).count
 
-    def clear(self) -> int:
-        """Delete every chunk of this namespace that nobody uses; how many."""
-        return self.link.call(Clear(self._space), Ended).count
+    def clear(self) -> Cleared:
+        """Delete every chunk of this namespace that nobody uses, in every tier. A million of them take seconds, so that
+        this may take up to `CLEAR_S`."""
+        it = self.link.call(Clear(self._space), ClearReply, CLEAR_S)
+        return Cleared(it.deleted, it.kept, it.pins, it.pending)
+
+    def still_clearing(self) -> tuple[str, ...]:
+        """The REMOTE tiers that have yet to delete what `clear` told them to."""
+        return self.link.call(Clear(self._space, begins=False), ClearReply).pending
 
     def close(self) -> None:
         """Close the link."""
@@ -363,6 +389,16 @@ class Supervisor:
             self._session = session
             self.connects += 1
         return True
+
+
+def ask_operator(address: str, wish: Wish, timeout_s: float = 5.0) -> object:
+    """Have a node do something for its operator; its answer, from JSON. Raises UnavailableError or RefusedError."""
+    link = Link(address, f"operator-{os.getpid()}", maps=False, connect_s=timeout_s, call_s=timeout_s)
+    try:
+        answer: object = msgspec.json.decode(link.call(wish, StatusReply).state)
+    finally:
+        link.close()
+    return answer
 
 
 def fetch_status(address: str, timeout_s: float = 1.0) -> dict[str, object]:

@@ -6,6 +6,7 @@ Not thread-safe on purpose: the server's one event-loop thread is the only calle
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
@@ -19,17 +20,23 @@ import msgspec
 from headwater.config import NodeConfig
 from headwater.core.cache import Cache, Space
 from headwater.core.eviction import POLICIES
-from headwater.core.pool import Pool
+from headwater.core.fetch import Answer
+from headwater.core.spread import SpreadEviction
 from headwater.errors import ProtocolError, RefusedError
+from headwater.node.cluster import Cluster, default_name
+from headwater.node.errands import Errands
 from headwater.node.messages import (
     ADDRESSES_MAX,
     KEYS_MAX,
     PROTOCOL,
     Clear,
+    ClearReply,
     Contained,
     Contains,
     Done,
+    Drain,
     Ended,
+    Forget,
     Hello,
     Keep,
     Load,
@@ -46,14 +53,31 @@ from headwater.node.messages import (
     Status,
     StatusReply,
     Welcome,
+    Wish,
     pack_addresses,
 )
-from headwater.ports import Clock
-from headwater.tiers.host import MappedMemory, create_memory
-from headwater.types import KEY_BYTES, ChunkKey, KVLayout, Namespace, TicketKind, split_keys
+from headwater.node.object_table import buckets_for, table_bytes
+from headwater.node.objects import Objects, WatchedPool
+from headwater.node.tiering import Tiering
+from headwater.node.wishes import Wishes
+from headwater.ports import Clock, EvictionPolicy
+from headwater.tiers.host import MappedMemory, create_memory, create_segment
+from headwater.types import (
+    KEY_BYTES,
+    SEGMENT_SHIFT,
+    Changed,
+    ChunkKey,
+    KVLayout,
+    Namespace,
+    TicketKind,
+    Tier,
+    split_keys,
+)
 from headwater.version import VERSION
 
 SPACES_MAX = 4096
+REQUEST_CHARS_MAX = 1024
+TOKENS_S_MAX = 1e9
 TICKETS_MAX = 65_536
 SHARDS_MAX = 4096
 GROUPS_MAX = 64
@@ -81,8 +105,26 @@ class Node:
         self.epoch = time.time_ns()
         size = config.host_memory // 4096 * 4096
         self.memory: MappedMemory = create_memory(size, config.backing, lock=config.lock_memory)
-        pool = Pool(self.memory.sizes, config.slab_bytes)
-        self.cache = Cache(pool, POLICIES[config.eviction](), config.load_lease_s, config.save_lease_s, self.epoch)
+        pool = WatchedPool(self.memory.sizes, config.slab_bytes)
+        leases = config.load_lease_s, config.save_lease_s
+        self.wake: Callable[[], None] = _nobody
+        """Called by other threads when the loop should call `settle`; whoever runs the loop sets it."""
+        self.errands = Errands(lambda: self.wake())
+        self.cluster: Cluster | None = None
+        try:
+            if config.directory:
+                self.cluster = Cluster(config, default_name(config.socket), self.epoch, self.errands)
+            policy = self._policy(config, self.cluster)
+            self.cache = Cache(pool, policy, *leases, self.epoch, Tier.HOST, config.quotas)
+            table_size = table_bytes(buckets_for(size))
+            table = self.memory.add(create_segment(table_size), table_size) << SEGMENT_SHIFT
+            peers = None if self.cluster is None else self.cluster.tier
+            self.tiering = Tiering(config, self.cache, self.memory, lambda: self.wake(), peers)
+        except BaseException:
+            if self.cluster is not None:
+                self.cluster.close()
+            self.memory.close()
+            raise
         self.started_s = self.clock.now()
         self.draining = False
         self.prefaulted_bytes = 0
@@ -101,8 +143,31 @@ class Node:
             Release: self._release,
             Keep: self._keep,
             Clear: self._clear,
+            Forget: self._forget,
             Status: self._status,
         }
+        for origin in self.tiering.recovered:
+            if len(self.cache.spaces) < SPACES_MAX and self._layout_fits(origin.layout):
+                self._add_space(origin.root, origin.namespace, origin.layout)
+        self.objects = Objects(
+            self.cache,
+            pool,
+            self.memory,
+            self.tiering,
+            (table, table_size),
+            self._object_space,
+            lambda: self.draining,
+            config.load_lease_s,
+        )
+        self._verbs |= self.objects.verbs
+        self.tiering.on_changes = self.objects.heard
+        self.wishes = Wishes(self.cache, self.tiering, self._spaces)
+        if self.cluster is not None:
+            try:
+                self._join(self.cluster)
+            except BaseException:
+                self.close()
+                raise
         if config.prefault:
             self._prefault.start()
 
@@ -133,18 +198,60 @@ class Node:
     def close_instance(self, instance: str) -> int:
         """Every process of an instance is gone: everything that it held is free; the number of tickets."""
         self._instances.pop(instance, None)
+        self.objects.forget(instance)
+        self.tiering.fetches.forget_owner(instance, self.clock.now())
         return self.cache.close(instance)
 
     def expire(self) -> int:
         """End what is past its deadline; to be called about once a second."""
-        self.cache.take_changes()  # nobody is told of them here; untaken they would pile up
-        return self.cache.expire(self.clock.now())
+        now = self.clock.now()
+        late = self.cache.expire(now)
+        self.objects.sweep(now)
+        self.tiering.tick(now)
+        if self.cluster is not None:
+            self.cluster.tick(now)
+        return late
+
+    def settle(self) -> None:
+        """Let what has happened have its effects on the lower tiers; to be called after requests, and when woken."""
+        now = self.clock.now()
+        self.errands.run(now)
+        self.tiering.settle(now)
+        if self.cluster is not None:
+            self.cluster.settle(now)
+
+    @property
+    def due_s(self) -> float:
+        """When `settle` is to be called at the latest, although nothing has happened."""
+        return math.inf if self.cluster is None else self.cluster.due_s
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no copy is under way, by engines or between tiers. Pins wait for nothing."""
+        tickets = self.cache.tickets.values()
+        return all(it.kind is TicketKind.PIN for it in tickets) and self.tiering.is_quiet(self.clock.now())
+
+    def wish(self, request: Wish) -> Reply:
+        """Serve an operator; the caller has checked that it is one. Raises RefusedError or ProtocolError."""
+        if isinstance(request, Drain):
+            if self.cluster is None:
+                raise RefusedError("node", "a node of a cluster", "one that is alone", "start it with --directory")
+            return StatusReply(msgspec.json.encode(self.cluster.drain(self.clock.now(), begins=request.begins)))
+        return StatusReply(msgspec.json.encode(self.wishes.grant(request, self.clock.now())))
 
     def close(self) -> None:
         """Free the memory; nothing may be called afterwards."""
         self._stop.set()
         if self._prefault.is_alive():
             self._prefault.join()
+        self.errands.end()
+        self.objects.leave()
+        if self.cluster is not None:
+            self.cluster.close()
+        self.tiering.close()
+        if self.cluster is not None:
+            self.cluster.let_go()
+        self.objects.close()
         self.memory.close()
 
     # ---- verbs ----------------------------------------------------------------------------------------
@@ -166,7 +273,10 @@ class Node:
         if space is None:
             if len(self._spaces) >= SPACES_MAX:
                 raise RefusedError("namespaces", f"at most {SPACES_MAX}", "one more", "start another node")
-            space = self._spaces[root] = self.cache.add_space(namespace, layout)
+            space = self._add_space(root, namespace, layout)
+        elif self.cache.spaces[space].namespace != namespace:
+            # It was on the disk, where salts are left out.
+            self.cache.spaces[space].namespace = namespace
         self._instances[instance] = space
         return Registered(space)
 
@@ -174,10 +284,16 @@ class Node:
         assert isinstance(request, Match)
         self._space(instance, request.space)
         keys = _keys(request.keys)
-        chunks = self.cache.match(request.space, keys)
-        if request.counts:
-            self.cache.count_lookup(request.space, len(keys), chunks)
-        return Matched(chunks)
+        if request.request and not self.draining:
+            if len(request.request) > REQUEST_CHARS_MAX:
+                raise ProtocolError(f"a request's name of {len(request.request)} characters")
+            rate = request.tokens_s if 0.0 < request.tokens_s < TOKENS_S_MAX else 0.0
+            it = self.tiering.ask(instance, request.request, request.space, keys, rate, now)
+        else:
+            it = Answer(self.cache.match(request.space, keys), waiting=False)
+        if request.counts and not it.waiting:
+            self.cache.count_lookup(request.space, len(keys), it.chunks)
+        return Matched(it.chunks, it.waiting, it.disk, it.remote)
 
     def _contains(self, instance: str, request: Request, now: float) -> Reply:
         assert isinstance(request, Contains)
@@ -192,6 +308,7 @@ class Node:
         keys = _keys(request.keys, len(space.index))
         shards = _shards(request.shards)
         it = self.cache.load(instance, request.space, keys, max(request.first, 0), shards, now)
+        self.tiering.loaded(request.space, keys[: it.chunks])
         return Loaded(it.ticket, it.chunks, pack_addresses(it.addresses), it.deadline_s)
 
     def _reserve(self, instance: str, request: Request, now: float) -> Reply:
@@ -227,7 +344,15 @@ class Node:
     def _clear(self, instance: str, request: Request, now: float) -> Reply:
         assert isinstance(request, Clear)
         self._space(instance, request.space)
-        return Ended(self.cache.clear(request.space))
+        if not request.begins:
+            return ClearReply(0, 0, 0, self.tiering.movement.pending(request.space))
+        it = self.tiering.clear(request.space, now)
+        return ClearReply(it.deleted, it.kept, it.pins, it.pending)
+
+    def _forget(self, instance: str, request: Request, now: float) -> Reply:
+        assert isinstance(request, Forget)
+        _check_count("requests", request.requests)
+        return Ended(self.tiering.fetches.forget(instance, request.requests, now))
 
     def _status(self, instance: str, request: Request, now: float) -> Reply:
         return StatusReply(msgspec.json.encode(self.status()))
@@ -238,6 +363,54 @@ class Node:
         if self._instances.get(instance) != space:
             raise ProtocolError(f"namespace handle {space} is not this instance's")
         return self.cache.spaces[space]
+
+    def _add_space(self, root: bytes, namespace: Namespace, layout: KVLayout) -> int:
+        space = self._spaces[root] = self.cache.add_space(namespace, layout)
+        self.tiering.add_space(space, namespace, layout, root)
+        return space
+
+    @staticmethod
+    def _policy(config: NodeConfig, cluster: Cluster | None) -> Callable[[], EvictionPolicy]:
+        """Who leaves HOST next; in a cluster, the last copy of a chunk for last."""
+        make = POLICIES[config.eviction]
+        if cluster is None:
+            return make
+        copies = cluster.copies
+        return lambda: SpreadEviction(make(), copies)
+
+    def _join(self, cluster: Cluster) -> None:
+        exports = cluster.serve(self.cache, self.tiering, self.memory, self._spaces)
+        exports.topics["pull"] = cluster.orders.told_pull
+        cluster.orders.adopt = self._adopt
+        cluster.orders.spaces = self._spaces
+        exports.topics |= self.objects.join(cluster.tier, self.errands)
+        self.objects.wish = cluster.orders.wish
+        heard = self.tiering.on_changes
+
+        def both(changes: Sequence[Changed]) -> None:
+            heard(changes)
+            self.objects.heard(changes)
+
+        self.tiering.on_changes = both
+
+    def _adopt(self, namespace: Namespace, layout: KVLayout, root: bytes) -> int | None:
+        """A peer's namespace, by its root, since its salt stays with the engines; None if it does not fit here."""
+        known = self._spaces.get(root)
+        if known is not None:
+            return known if self.cache.spaces[known].layout == layout else None
+        if len(self.cache.spaces) >= SPACES_MAX or not self._layout_fits(layout):
+            return None
+        return self._add_space(root, namespace, layout)
+
+    def _object_space(self, namespace: Namespace, layout: KVLayout) -> int | None:
+        """The handle of a namespace of objects, old or new; None if there are too many."""
+        root = namespace.root()
+        if root not in self._spaces and len(self._spaces) >= SPACES_MAX:
+            return None
+        return self._spaces[root] if root in self._spaces else self._add_space(root, namespace, layout)
+
+    def _layout_fits(self, layout: KVLayout) -> bool:
+        return all(layout.slot_bytes(it) <= self.cache.pool.slab_bytes for it in range(len(layout.groups)))
 
     def _check_layout(self, namespace: Namespace, layout: KVLayout) -> None:
         # First what bounds the work of all that follows, and what a namespace costs as long as the node lives.
@@ -293,6 +466,7 @@ class Node:
             "epoch": self.epoch,
             "uptime_s": round(self.clock.now() - self.started_s, 3),
             "draining": self.draining,
+            "quiet": self.quiet,
             "eviction": self.config.eviction,
             "host": {
                 "capacity_bytes": pool.capacity_bytes,
@@ -306,8 +480,15 @@ class Node:
             "expired": {"load": cache.expired_loads, "save": cache.expired_saves},
             "unknown_tickets": cache.unknown_tickets,
             "refused": self.refused,
+            "tiers": self.wishes.tiers(self.clock.now()),
+            "fetches": self.wishes.fetches(),
+            "cluster": None if self.cluster is None else self.cluster.status(self.clock.now()),
             "namespaces": [_space_status(cache.spaces[it], leases[it]) for it in _shown(cache.spaces, spaces)],
         }
+
+
+def _nobody() -> None:
+    """No loop runs yet."""
 
 
 def _shown(spaces: Sequence[Space], most: int) -> list[int]:

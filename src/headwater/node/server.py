@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from headwater.errors import ProtocolError, RefusedError
-from headwater.node.address import Listener
+from headwater.node.address import Listener, peer_user
 from headwater.node.driver import SPACES_MAX, SPACES_SHOWN, Node
 from headwater.node.latency import Latency
 from headwater.node.messages import (
@@ -38,6 +38,7 @@ from headwater.node.messages import (
     Refused,
     Status,
     StatusReply,
+    Wish,
     body_bytes,
     decode_request,
     encode,
@@ -89,6 +90,7 @@ class Server:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
         self._stopping = False
+        node.wake = self._wake
         self._epoll = select.epoll()
         self._epoll.register(self.listener.socket.fileno(), select.EPOLLIN)
         self._epoll.register(self._wake_read.fileno(), select.EPOLLIN)
@@ -140,7 +142,7 @@ class Server:
         drain_until_s = None
         try:
             while True:
-                wait_s = 0.0 if self._backlog else max(next_tick_s - now, 0.0)
+                wait_s = 0.0 if self._backlog else max(min(next_tick_s, self.node.due_s) - now, 0.0)
                 for descriptor, events in self._epoll.poll(0.02 if drain_until_s else wait_s):
                     session = sessions.get(descriptor)
                     if session is not None:
@@ -150,6 +152,7 @@ class Server:
                 if self._backlog:
                     for session in list(self._backlog):
                         self._serve_session(session, 0)
+                self.node.settle()
                 now = clock.now()
                 if now >= next_tick_s:
                     next_tick_s = now + TICK_S
@@ -160,7 +163,7 @@ class Server:
                     if drain_until_s is None:
                         self.node.draining = True
                         drain_until_s = now + self.node.config.drain_s
-                    if now >= drain_until_s or not self.node.cache.tickets:
+                    if now >= drain_until_s or self.node.quiet:
                         return
         finally:
             self._close()
@@ -269,6 +272,9 @@ class Server:
             reply: Message
             if isinstance(request, Status):
                 reply = StatusReply(msgspec.json.encode(self.status()))
+            elif isinstance(request, Wish):
+                self._check_operator(session)
+                reply = self.node.wish(request)
             else:
                 reply = self.node.handle(session.instance, request)
             verb = type(request).__name__
@@ -280,6 +286,13 @@ class Server:
             texts = (error.field, error.expected, error.given, error.remedy)
             reply = Refused(*(text[:REFUSED_CHARS_MAX] for text in texts))
         self._send(session, reply)
+
+    @staticmethod
+    def _check_operator(session: Session) -> None:
+        """Only the node's own user and root may look at and change what is everybody's."""
+        user = peer_user(session.socket)
+        if user not in (0, os.geteuid()):
+            raise RefusedError("user", f"{os.geteuid()}, who runs the node, or root", f"{user}", "ask as that user")
 
     def _greet(self, session: Session, hello: Hello) -> None:
         if session.instance:

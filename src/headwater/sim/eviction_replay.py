@@ -2,25 +2,31 @@
 
     python -m headwater.sim.eviction_replay conversation_trace.jsonl
 
-A trace has a JSON object a line with `input_length` (tokens) and `hash_ids`, one number for each started block of
-512 tokens; equal numbers mean the same block after the same blocks, so a hit is the leading run of numbers that
-are held. This is the format of the traces published with "Mooncake: Trading More Storage for Less Computation for
-Serving LLM Chatbots", FAST 2025. The real core plays them: one request after the other, without compute delay,
-each loading what is held and saving the rest, in one go or, as with chunked prefill, `--piece` blocks at a time.
-Policies run as they ship (S3-FIFO with a tenth as its small queue, as in its paper).
+A trace is read by `headwater.traces`, its blocks have 512 tokens, and a hit is the leading run of those that are held.
+The real core plays it: one request after the other, without compute delay, each loading what is held and saving the
+rest, in one go or, as with chunked prefill, `--piece` blocks at a time. Policies run as they
+ship (S3-FIFO with a tenth as its small queue, as in its paper).
+
+`opt` is what no policy can surpass: it knows the future, and of what it holds the block leaves that is used again
+last (Belady). A block is never used again before the one that it hangs on, so that it takes leaves only.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import heapq
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from headwater.core.cache import Cache
 from headwater.core.eviction import POLICIES
 from headwater.core.pool import Pool
+from headwater.errors import ConfigError
+from headwater.traces.model import Trace
+from headwater.traces.read import read
 from headwater.types import KEY_BYTES, PAGE_BYTES, ChunkKey, KVGroup, KVLayout, Namespace
 
 BLOCK_TOKENS = 512
@@ -28,10 +34,11 @@ WHOLE = 1 << 30
 """A piece as large as any prompt."""
 CAPACITIES = (1_000, 5_859, 10_000, 20_000, 39_062, 97_656)
 """In blocks: 0.5 to 50 million tokens."""
+OPT = "opt"
 
 
 @dataclass(frozen=True, slots=True)
-class TraceRequest:
+class Prompt:
     """One prompt: its length and the keys of its started blocks."""
 
     tokens: int
@@ -48,26 +55,23 @@ class Replayed:
     hit_rate: float
 
 
-def read_trace(lines: Iterable[str]) -> list[TraceRequest]:
-    """The requests of a trace; raises ValueError for a line that is not one, naming it."""
-    requests = []
-    for number, line in enumerate(lines, 1):
-        try:
-            fields = json.loads(line)
-            tokens, ids = int(fields["input_length"]), fields["hash_ids"]
-            keys = tuple(ChunkKey(int(it).to_bytes(KEY_BYTES, "little")) for it in ids)
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
-            raise ValueError(f"line {number} is no request of a trace: {error!r}") from error
-        if not 0 < tokens <= len(keys) * BLOCK_TOKENS:
-            raise ValueError(f"line {number}: {tokens} tokens in {len(keys)} blocks")
-        requests.append(TraceRequest(tokens, keys))
-    return requests
+def prompts(trace: Trace) -> list[Prompt]:
+    """The prompts of a trace; raises ConfigError if it says nothing about their contents."""
+    if trace.block_tokens != BLOCK_TOKENS or not all(it.blocks for it in trace.requests):
+        raise ConfigError(f"{trace.name}: not every request has blocks of {BLOCK_TOKENS} tokens; name another trace")
+    keys = {it: _key(it) for request in trace.requests for it in request.blocks}
+    return [Prompt(it.input_tokens, tuple(keys[block] for block in it.blocks)) for it in trace.requests]
 
 
-def replay(requests: Sequence[TraceRequest], policy: str, capacity: int, piece: int = WHOLE) -> Replayed:
+def _key(number: int) -> ChunkKey:
+    """As evenly spread as the keys of real chunks."""
+    return ChunkKey(hashlib.sha256(number.to_bytes(8, "little")).digest()[:KEY_BYTES])
+
+
+def replay(requests: Sequence[Prompt], policy: str, capacity: int, piece: int = WHOLE) -> Replayed:
     """Play a trace through a cache of `capacity` blocks, each of one page, saving `piece` blocks at a time."""
     layout = KVLayout(BLOCK_TOKENS, (KVGroup(BLOCK_TOKENS, PAGE_BYTES, (1,)),))
-    cache = Cache(Pool([capacity * PAGE_BYTES], capacity * PAGE_BYTES), POLICIES[policy](), load_s=1.0, save_s=1.0)
+    cache = Cache(Pool([capacity * PAGE_BYTES], capacity * PAGE_BYTES), POLICIES[policy], load_s=1.0, save_s=1.0)
     space = cache.add_space(Namespace("trace", "none", "none", layout.fingerprint()), layout)
     asked = hit = 0
     for request in requests:
@@ -75,6 +79,32 @@ def replay(requests: Sequence[TraceRequest], policy: str, capacity: int, piece: 
         hit += min(_serve(cache, space, request.keys, piece) * BLOCK_TOKENS, request.tokens)
         cache.take_changes()
     return Replayed(policy, capacity, len(requests), hit / asked if asked else 0.0)
+
+
+def clairvoyant(requests: Sequence[Prompt], capacity: int) -> Replayed:
+    """The most that a cache of `capacity` blocks can serve of a trace."""
+    never = len(requests)
+    used_next: dict[ChunkKey, int] = {}
+    uses: list[list[int]] = []
+    for number in range(never - 1, -1, -1):
+        keys = requests[number].keys
+        uses.append([used_next.get(key, never) for key in keys])
+        used_next.update(dict.fromkeys(keys, number))
+    held: dict[ChunkKey, int] = {}
+    latest: list[tuple[int, int, ChunkKey]] = []
+    asked = hit = 0
+    for request, used_again in zip(requests, reversed(uses), strict=True):
+        found = next((at for at, key in enumerate(request.keys) if key not in held), len(request.keys))
+        asked += request.tokens
+        hit += min(found * BLOCK_TOKENS, request.tokens)
+        for depth, (key, again) in enumerate(zip(request.keys, used_again, strict=True)):
+            held[key] = again
+            heapq.heappush(latest, (-again, -depth, key))
+        while len(held) > capacity:
+            again, _, key = heapq.heappop(latest)
+            if held.get(key) == -again:
+                del held[key]
+    return Replayed(OPT, capacity, len(requests), hit / asked if asked else 0.0)
 
 
 def _serve(cache: Cache, space: int, keys: Sequence[ChunkKey], piece: int) -> int:
@@ -93,7 +123,7 @@ def _serve(cache: Cache, space: int, keys: Sequence[ChunkKey], piece: int) -> in
 
 
 def as_table(results: Sequence[Replayed]) -> str:
-    """Results as a Markdown table: a row for each capacity, a column for each policy."""
+    """Results as a Markdown table: a row for each capacity, a column for each policy, in brackets its share of opt."""
     policies = list(dict.fromkeys(it.policy for it in results))
     rates = {(it.capacity, it.policy): it.hit_rate for it in results}
     lines = [
@@ -101,7 +131,9 @@ def as_table(results: Sequence[Replayed]) -> str:
         f"|--:|--:|{'--:|' * len(policies)}",
     ]
     for capacity in dict.fromkeys(it.capacity for it in results):
-        cells = " | ".join(f"{rates[capacity, policy]:.4f}" for policy in policies)
+        most = rates.get((capacity, OPT), 0.0)
+        shares = {it: f" ({rates[capacity, it] / most:.0%})" for it in policies if most and it != OPT}
+        cells = " | ".join(f"{rates[capacity, policy]:.4f}{shares.get(policy, '')}" for policy in policies)
         lines.append(f"| {capacity:,} | {capacity * BLOCK_TOKENS / 1e6:.1f} M | {cells} |")
     return "\n".join(lines)
 
@@ -111,18 +143,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m headwater.sim.eviction_replay", description="Hit rates of a recorded workload by policy."
     )
-    parser.add_argument("trace", type=argparse.FileType("r", encoding="utf-8"), help="a .jsonl trace")
-    parser.add_argument("--policies", nargs="+", choices=sorted(POLICIES), default=sorted(POLICIES))
+    parser.add_argument("trace", help="a .jsonl trace, plain or gzip")
+    policies = [*sorted(POLICIES), OPT]
+    parser.add_argument("--policies", nargs="+", choices=policies, default=policies)
     parser.add_argument("--capacities", nargs="+", type=int, default=list(CAPACITIES), metavar="BLOCKS")
     parser.add_argument("--piece", type=int, default=WHOLE, metavar="BLOCKS", help="save so many blocks at a time")
     parser.add_argument("--json", action="store_true", help="write the results as JSON")
     options = parser.parse_args(arguments)
-    with options.trace as lines:
-        requests = read_trace(lines)
+    try:
+        requests = prompts(read(options.trace, block_tokens=BLOCK_TOKENS).trace)
+    except ConfigError as error:
+        parser.error(str(error))
     results = []
     for capacity in options.capacities:
         for policy in options.policies:
-            results.append(replay(requests, policy, capacity, options.piece))
+            if policy == OPT:
+                results.append(clairvoyant(requests, capacity))
+            else:
+                results.append(replay(requests, policy, capacity, options.piece))
             if sys.stderr.isatty():
                 sys.stderr.write(f"\r{len(results)} of {len(options.capacities) * len(options.policies)} replays")
     sys.stdout.write((json.dumps([asdict(it) for it in results]) if options.json else as_table(results)) + "\n")

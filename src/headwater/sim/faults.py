@@ -42,6 +42,24 @@ class Faults:
     """The operator clears a namespace. (At each request's start.)"""
     tick_stalls: float
     """The node's tick comes seconds late."""
+    tier_is_slow: float
+    """A command of a lower tier takes seconds."""
+    tier_sticks: float
+    """A command of a lower tier ends only after its deadline, with nothing done."""
+    tier_fails: float
+    """One chunk's way to or from a lower tier fails."""
+    tier_breaks: float
+    """A lower tier as a whole does not work for some time. (At each command's start.)"""
+    tier_is_full: float
+    """A lower tier has no room for a chunk."""
+    chunk_rots: float
+    """What is read from a lower tier is damaged, gone or another's."""
+    restarts: float
+    """The node is killed and started again. (At each request's start.)"""
+    spills: float
+    """HOST loses all that nobody uses, as if others had needed the room. (At each request's start.)"""
+    wishes: float
+    """The operator pins, prefetches or evicts. (At each request's start.)"""
 
 
 def draw_faults(rng: random.Random) -> Faults:
@@ -65,4 +83,13 @@ def draw_faults(rng: random.Random) -> Faults:
         strays=sometimes(0.4),
         clears=sometimes(0.04),
         tick_stalls=sometimes(0.2),
+        tier_is_slow=sometimes(0.1),
+        tier_sticks=sometimes(0.03),
+        tier_fails=sometimes(0.1),
+        tier_breaks=sometimes(0.05),
+        tier_is_full=sometimes(0.05),
+        chunk_rots=sometimes(0.1),
+        restarts=sometimes(0.08),
+        spills=sometimes(0.7),
+        wishes=sometimes(0.2),
     )

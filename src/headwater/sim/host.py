@@ -16,6 +16,8 @@ from headwater.sim.memory import Memory
 from headwater.sim.node import SimulatedNode
 from headwater.sim.oracle import Oracle
 from headwater.sim.schedule import Process, Schedule
+from headwater.sim.tiering import Below, Parts, SimulatedTiering
+from headwater.sim.workload import Plan
 from headwater.types import TicketKind
 
 Resume = Callable[[Any], None]
@@ -26,13 +28,56 @@ Wait = Callable[[Resume], None]
 class Host:
     """What processes of one host share."""
 
-    def __init__(self, cache: Cache, rng: random.Random, faults: Faults) -> None:
-        self.cache, self.rng, self.faults = cache, rng, faults
-        self.schedule, self.memory = Schedule(), Memory()
-        self.oracle = Oracle(cache, self.memory)
-        self.node = SimulatedNode(cache, self.oracle, self.schedule, rng, faults)
+    def __init__(self, cache: Cache, rng: random.Random, faults: Faults, plan: Plan, parts: Parts) -> None:
+        self.rng, self.faults, self.plan = rng, faults, plan
+        self.schedule, self._parts = Schedule(), parts
+        self.below = Below(plan)
+        self.reads = self.evicted = 0
+        self._tierings: list[SimulatedTiering] = []
         self._last_word_s: dict[str, float] = {}
+        self._boot(cache)
+
+    def _boot(self, cache: Cache) -> None:
+        self.cache, self.memory = cache, Memory(self.below.cleared)
+        self.oracle = Oracle(cache, self.memory, self.plan)
+        self.node = SimulatedNode(
+            cache, self.below, self.memory, self.oracle, self.schedule, self.rng, self.faults, self.plan, self._parts
+        )
         self._judged = (0, 0)
+
+    def restart(self, cache: Cache) -> None:
+        """The node is killed and started again, with an empty HOST tier; what is below is still there."""
+        self.schedule.note("the node is killed and started again")
+        self.reads, self.evicted = self.reads + self.oracle.reads, self.evicted + self.oracle.evicted
+        self._tierings.append(self.node.tiering)
+        self.node.die()
+        # What was pending is forgotten, and may come back.
+        pending = {space for level in self.node.tiering.levels for space in level.clearing}
+        for ticket in [it for it, space in self.below.cleared.items() if space in pending]:
+            del self.below.cleared[ticket]
+        self._boot(cache)
+        self.node.tiering.recover()
+        self.node.settle()
+
+    def moved(self, verb: str) -> int:
+        """Chunks' parts that were `written` to or `read` from lower tiers."""
+        levels = [level for it in (*self._tierings, self.node.tiering) for level in it.levels]
+        return sum(it.sums.written_chunks if verb == "written" else it.sums.read_chunks for it in levels)
+
+    @property
+    def begun(self) -> int:
+        """Fetches that were begun."""
+        return sum(it.fetches.begun for it in (*self._tierings, self.node.tiering))
+
+    @property
+    def cut(self) -> int:
+        """Fetches that took longer than could pay."""
+        return sum(it.fetches.cut for it in (*self._tierings, self.node.tiering))
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether the node has tiers below HOST."""
+        return self.plan.has_levels
 
     @property
     def now(self) -> float:
@@ -44,10 +89,12 @@ class Host:
         if not self.schedule.step():
             return
         calls, writes = self._judged
-        self._judged = (self.node.calls, self.memory.writes)
+        self._judged = (self.oracle.calls, self.memory.writes)
         # The cache is passive: without a call it is as it was when it was judged last.
-        if self.node.calls != calls:
+        if self.oracle.calls != calls:
+            self.node.settle()
             self.oracle.check()
+            self.node.judge_below()
         if self._judged != (calls, writes):
             self.oracle.check_bytes()
 
@@ -73,6 +120,10 @@ class Host:
     def sleep(self, process: Process) -> Wait:
         """Wait for as long as a step of computing takes."""
         return lambda resume: self.schedule.after(self.rng.uniform(0.01, 0.3), "", lambda: resume(None), process)
+
+    def pause(self, process: Process) -> Wait:
+        """Wait for a moment before asking again."""
+        return lambda resume: self.schedule.after(self.rng.uniform(0.005, 0.04), "", lambda: resume(None), process)
 
     def ask(self, owner: str, scheduler: Process, call: Callable[[], Any], resume: Resume) -> None:
         """A call from a scheduler to the node and its answer back."""

@@ -10,8 +10,10 @@ What is simulated is the contract between an engine and the node:
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
+from headwater.core.fetch import Answer
 from headwater.core.hashing import KeyChain
 from headwater.sim.host import Host, Resume, Wait
 from headwater.sim.memory import part_of
@@ -31,6 +33,7 @@ class Request:
         self._open = True
         self._loading = 0
         self._jobs: list[Job] = []
+        self._name = ""
 
     def start(self) -> None:
         """Begin; without a connection to the node it is computed without a cache, which is no concern of ours."""
@@ -46,6 +49,7 @@ class Request:
         self._life.close()
         if self._loading:
             self.instance.release(self._loading)
+        self._forget()
         stops_saves = self._host.rng.random() < 0.5
         for job in self._jobs:
             # What is read for a request that is gone is read for nobody, so its lease may end at once.
@@ -66,9 +70,7 @@ class Request:
         chain.extend(self.tokens)
         # An engine computes at least the last token of a prompt itself.
         wanted = chain.keys[: (len(self.tokens) - 1) // CHUNK_TOKENS]
-        hit = 0
-        for attempt in range(self._host.rng.choice((1, 1, 2, 3))):
-            hit = yield self._match(wanted, counts=not attempt)
+        hit = yield from self._look_up(wanted)
         local = self._host.rng.randrange(hit + 1) if self._host.rng.random() < 0.4 else 0
         have = (yield from self._load(wanted, local)) if hit > local else local
         # Sometimes it offers everything, also what is held already.
@@ -77,7 +79,27 @@ class Request:
         start = len(chain.keys)
         chain.extend(self.tokens)
         yield from self._save(chain, start)
+        self._forget()
         self.instance.on_answer(self.tokens)
+
+    def _look_up(self, keys: list[ChunkKey]) -> Generator[Wait, Any, int]:
+        """How long a prefix the node holds; if it has lower tiers, when it is through with them."""
+        if not self._host.has_levels or not keys:
+            hit = 0
+            for attempt in range(self._host.rng.choice((1, 1, 2, 3))):
+                hit = yield self._match(keys, counts=not attempt)
+            return hit
+        name = self._name = self.instance.new_name()
+        while True:
+            answer: Answer = yield self._ask("match", lambda: self.instance.ask(name, keys))
+            if not answer.waiting:
+                return answer.chunks
+            yield self._host.pause(self.instance.scheduler)
+
+    def _forget(self) -> None:
+        if self._name:
+            self.instance.forget(self._name)
+            self._name = ""
 
     def _load(self, keys: list[ChunkKey], local: int) -> Generator[Wait, Any, int]:
         """Load what the node holds beyond `local` chunks; how many chunks are there then."""
@@ -150,6 +172,7 @@ class Instance:
         self.session, self.is_connected = 0, True
         self.requests: list[Request] = []
         self._known: dict[int, int] = {}
+        self._names = 0
         self.scheduler = Process(name)
         self.workers = [self.worker_type(host, name, rank) for rank in range(model.ranks)]
 
@@ -173,6 +196,19 @@ class Instance:
     def match(self, keys: list[ChunkKey], *, counts: bool) -> int:
         """Ask the node."""
         return self.host.node.match(self.owner, self.space, keys, counts=counts)
+
+    def new_name(self) -> str:
+        """A request's name."""
+        self._names += 1
+        return f"request {self._names}"
+
+    def ask(self, request: str, keys: list[ChunkKey]) -> Answer:
+        """Ask the node, which may bring more up."""
+        return self.host.node.ask(self.owner, request, self.space, keys)
+
+    def forget(self, request: str) -> None:
+        """Tell the node that a request is over."""
+        self.host.tell(self.owner, "", lambda: self.host.node.forget(self.owner, request))
 
     def load(self, keys: list[ChunkKey], first: int) -> Loadable:
         """Ask the node, for all ranks."""
@@ -267,7 +303,8 @@ class Instance:
             if place != ABSENT
         ]
         parts, positions = [part for _, part in placed], [at for at, _ in placed]
-        job = Job(kind, ticket, deadline_s, parts, positions, lambda it: self._tell_scheduler(report, it))
+        told = partial(self._tell_scheduler, report)
+        job = Job(kind, ticket, deadline_s, parts, positions, told, self.host.memory)
         what = f"{worker.process.name} is to {kind.value} #{ticket}"
         self.host.schedule.after(self.host.message_s(), what, lambda: worker.post(job), worker.process)
         return job

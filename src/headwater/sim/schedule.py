@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Act = Callable[[], None]
 
@@ -38,15 +38,8 @@ class Process:
     paused_until_s: float = 0.0
 
 
-@dataclass(slots=True, order=True)
-class Event:
-    """What happens when, and to whom; events of one time happen in the order in which they were planned."""
-
-    time_s: float
-    number: int
-    what: str = field(compare=False)
-    act: Act = field(compare=False)
-    process: Process | None = field(compare=False)
+Event = tuple[float, int, str, Act, Process | None]
+"""When, in the order in which they were planned where that is the same; what happens, and to whom."""
 
 
 class Schedule:
@@ -65,7 +58,7 @@ class Schedule:
     def after(self, delay_s: float, what: str, act: Act, process: Process | None = None) -> None:
         """Plan an event; an empty `what` keeps it out of the log."""
         self._number += 1
-        heapq.heappush(self._heap, Event(self.clock.now() + delay_s, self._number, what, act, process))
+        heapq.heappush(self._heap, (self.clock.now() + delay_s, self._number, what, act, process))
 
     def note(self, what: str) -> None:
         """Add a line to the log."""
@@ -73,18 +66,16 @@ class Schedule:
 
     def step(self) -> bool:
         """Let the next event happen; False if that process is dead or paused, so that nothing did."""
-        event = heapq.heappop(self._heap)
-        process = event.process
+        time_s, number, what, act, process = heapq.heappop(self._heap)
         if process is not None:
             if not process.alive:
                 return False
-            if process.paused_until_s > event.time_s:
-                event.time_s = process.paused_until_s
-                heapq.heappush(self._heap, event)
+            if process.paused_until_s > time_s:
+                heapq.heappush(self._heap, (process.paused_until_s, number, what, act, process))
                 return False
-        self.clock.advance(event.time_s)
+        self.clock.advance(time_s)
         self.events += 1
-        if event.what:
-            self.note(event.what)
-        event.act()
+        if what:
+            self.note(what)
+        act()
         return True

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from headwater.sim.host import Host, Resume
-from headwater.sim.memory import Part
+from headwater.sim.memory import Memory, Part
 from headwater.sim.schedule import Process
 from headwater.types import TicketKind
 
@@ -21,6 +21,8 @@ class Job:
     parts: list[Part]
     positions: list[int]
     report: Resume
+    memory: Memory
+    """What was mapped when the job came; a restarted node has another."""
     stop: bool = False
     failed: set[int] = field(default_factory=set)
 
@@ -51,9 +53,9 @@ class Worker:
         part = job.parts[at]
         flaw = None
         if job.kind is TicketKind.SAVE:
-            self._host.memory.begin_write(part, f"{self.process.name} for #{job.ticket}")
+            job.memory.begin_write(part, f"{self.process.name} for #{job.ticket}")
         else:
-            flaw = self._host.memory.flaw(part)
+            flaw = job.memory.flaw(part)
         what = f"{self.process.name} {job.kind.value}s {part} for #{job.ticket}"
         self._host.schedule.after(self._host.copy_s(job.kind), what, lambda: self._copied(job, at, flaw), self.process)
 
@@ -62,11 +64,11 @@ class Worker:
         if self._host.copy_fails():
             job.failed.add(job.positions[at])
         elif job.kind is TicketKind.SAVE:
-            self._host.memory.end_write(part)
+            job.memory.end_write(part, job.ticket)
         elif job.stop or not self.is_in_time(job):
             job.failed.add(job.positions[at])
         else:
-            self._host.oracle.judge_read(part, (flaw, self._host.memory.flaw(part)))
+            self._host.oracle.judge_read(part, (flaw, job.memory.flaw(part)))
         self._copy(job, at + 1)
 
     def is_in_time(self, job: Job) -> bool:

@@ -54,25 +54,59 @@ class Plan:
     rush_s: float
     """The longest time between two requests."""
     policy: str
+    quotas: dict[str, int]
+    """Slabs by tenant."""
+    disk_slabs: int
+    remotes: int
+    remote_pages: int
+    remotes_evict: bool
+    admission: str
+    latency_s: float
+    bytes_s: float
+    moving_pages: int
+    batch_pages: int
+    tokens_s: float | None
+    """How fast the instances compute, as far as they say."""
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether there is anything below HOST."""
+        return bool(self.disk_slabs or self.remotes)
 
 
 def draw_plan(rng: random.Random) -> Plan:
     """One to two models, two to three instances, little memory, so that everything is contested."""
-    kinds = rng.sample(sorted(layouts()), rng.choice((1, 1, 2)))
+    levels = rng.random() < 0.5
+    kinds = rng.sample(sorted(layouts()), rng.choice((1, 1, 1, 2) if levels else (1, 1, 2)))
     models = []
+    shares = rng.random() < 0.4
     for kind in kinds:
         layout = layouts()[kind]
-        namespace = Namespace(kind, "bf16", "simulated", layout.fingerprint())
+        tenant = f"tenant of {kind}" if shares else ""
+        namespace = Namespace(kind, "bf16", "simulated", layout.fingerprint(), tenant=tenant)
         models.append(Model(kind, namespace, layout, READERS.get(kind, layout.shards)))
     instances = [models[0], models[0], *models[1:]]
+    slabs = rng.randrange(2, 8)
+    quotas = {models[0].namespace.tenant: rng.randrange(slabs)} if shares and rng.random() < 0.6 else {}
     return Plan(
         models=tuple(models),
         instances=tuple(instances),
         slab_pages=rng.choice((4, 8)),
-        slabs=rng.randrange(2, 8),
-        requests=rng.randrange(7, 18),
-        rush_s=rng.choice((0.2, 0.6, 1.2)),
+        slabs=slabs,
+        requests=rng.randrange(12, 26) if levels else rng.randrange(7, 18),
+        rush_s=rng.choice((0.6, 1.2, 2.0) if levels else (0.2, 0.6, 1.2)),
         policy=rng.choice(("lru", "s3fifo")),
+        quotas=quotas,
+        disk_slabs=rng.choice((0, 1, 6, 30, 30)) if levels else 0,
+        remotes=rng.choice((0, 0, 1, 1, 2)) if levels else 0,
+        remote_pages=rng.choice((8, 60, 10_000)),
+        remotes_evict=rng.random() < 0.5,
+        admission=rng.choice(("all", "all", "all", "auto", "reused")),
+        latency_s=rng.choice((0.0005, 0.003, 0.02)),
+        bytes_s=rng.choice((1e6, 1e7, 1e9)),
+        moving_pages=rng.choice((2, 8, 64)),
+        batch_pages=rng.choice((1, 4, 16)),
+        tokens_s=rng.choice((None, 10.0, 20.0, 100.0)),
     )
 
 

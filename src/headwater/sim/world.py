@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from headwater.core.cache import Cache
 from headwater.core.eviction import POLICIES
-from headwater.core.pool import Pool
-from headwater.ports import EvictionPolicy
+from headwater.core.hashing import KeyChain
 from headwater.sim.faults import draw_faults
 from headwater.sim.host import Host
 from headwater.sim.instance import Instance, Request
-from headwater.sim.oracle import Violation
+from headwater.sim.node import SimulatedNode
+from headwater.sim.oracle import Oracle, Violation
 from headwater.sim.schedule import Process
-from headwater.sim.workload import Conversations, Model, draw_plan
+from headwater.sim.tiering import Parts
+from headwater.sim.workload import CHUNK_TOKENS, Conversations, Model, draw_plan
 from headwater.types import KEY_BYTES, PAGE_BYTES, ChunkKey
 
 # Short against what slow copies and pauses take, so that deadlines matter.
 LOAD_S, SAVE_S = 1.5, 3.0
 EVENTS_MAX = 20_000
-
-MakeCache = Callable[[Pool, EvictionPolicy, float, float], Cache]
+PARTS = Parts()
 
 
 class SimulationError(AssertionError):
@@ -51,6 +50,10 @@ class Outcome:
     stored: int
     evicted: int
     expired: int
+    written_below: int
+    read_below: int
+    fetches: int
+    fetches_cut: int
     log_sha256: str
 
 
@@ -60,22 +63,46 @@ class World:
     def __init__(
         self,
         seed: int,
-        make_cache: MakeCache = Cache,
-        make_pool: type[Pool] = Pool,
+        parts: Parts = PARTS,
         instance_type: type[Instance] = Instance,
     ) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         self.faults, self.plan = draw_faults(self.rng), draw_plan(self.rng)
-        slab_bytes = self.plan.slab_pages * PAGE_BYTES
-        pool = make_pool([self.plan.slabs * slab_bytes], slab_bytes)
-        self.cache = make_cache(pool, POLICIES[self.plan.policy](), LOAD_S, SAVE_S)
-        self._spaces = {it: self.cache.add_space(it.namespace, it.layout) for it in self.plan.models}
-        self.host = Host(self.cache, self.rng, self.faults)
-        self.node, self.oracle, self.schedule = self.host.node, self.host.oracle, self.host.schedule
+        self._parts, self._caches = parts, list[Cache]()
+        self.host = Host(self._make_cache(), self.rng, self.faults, self.plan, parts)
+        self._spaces = {it: number for number, it in enumerate(self.plan.models)}
+        self.schedule = self.host.schedule
         self._conversations = Conversations(self.rng)
         self._instance_type = instance_type
         self._lives = self.requests = 0
         self.instances = [self._boot(model) for model in self.plan.instances]
+
+    @property
+    def node(self) -> SimulatedNode:
+        """The node in its present life."""
+        return self.host.node
+
+    @property
+    def oracle(self) -> Oracle:
+        """Who judges it."""
+        return self.host.oracle
+
+    @property
+    def cache(self) -> Cache:
+        """Its HOST tier."""
+        return self.host.cache
+
+    def _make_cache(self) -> Cache:
+        """An empty HOST tier that knows all namespaces."""
+        slab_bytes = self.plan.slab_pages * PAGE_BYTES
+        pool = self._parts.pool([self.plan.slabs * slab_bytes], slab_bytes)
+        quotas = {tenant: slabs * slab_bytes for tenant, slabs in self.plan.quotas.items()}
+        epoch = len(self._caches) << 20
+        cache = self._parts.cache(pool, POLICIES[self.plan.policy], LOAD_S, SAVE_S, epoch, quotas=quotas)
+        for it in self.plan.models:
+            cache.add_space(it.namespace, it.layout)
+        self._caches.append(cache)
+        return cache
 
     def play(self) -> Outcome:
         """Play to the end; raises SimulationError if anything is wrong."""
@@ -83,17 +110,21 @@ class World:
             self._play()
         except (Violation, AssertionError, LookupError, ArithmeticError, TypeError, ValueError) as error:
             raise SimulationError(self.seed, error, self.schedule.log) from error
-        spaces = self.cache.spaces
+        spaces = [space for cache in self._caches for space in cache.spaces]
         return Outcome(
             self.seed,
             self.schedule.events,
             self.requests,
             sum(it.lookup_tokens for it in spaces),
             sum(it.hit_tokens for it in spaces),
-            self.oracle.reads,
+            self.host.reads + self.oracle.reads,
             sum(it.stored_chunks for it in spaces),
-            self.oracle.evicted,
-            self.cache.expired_loads + self.cache.expired_saves,
+            self.host.evicted + self.oracle.evicted,
+            sum(it.expired_loads + it.expired_saves for it in self._caches),
+            self.host.moved("written"),
+            self.host.moved("read"),
+            self.host.begun,
+            self.host.cut,
             hashlib.sha256("\n".join(self.schedule.log).encode()).hexdigest(),
         )
 
@@ -104,21 +135,48 @@ class World:
             if self.schedule.events > EVENTS_MAX:
                 raise Violation(f"more than {EVENTS_MAX} events: something goes round in circles")
         self.oracle.check_quiet()
+        self._check_levels()
         self._check_room()
+
+    def _check_levels(self) -> None:
+        """Nothing moves between the tiers, and nothing is held for moves."""
+        tiering = self.node.tiering
+        if not tiering.movement.idle or tiering.fetches.active:
+            raise Violation(f"something goes on that nobody will end: {tiering.movement!r}, {tiering.fetches!r}")
+        for level in tiering.levels:
+            if level.reads or level.writes or level.reading_bytes or level.writing_bytes:
+                raise Violation(f"{level!r}: {level.reading_bytes} and {level.writing_bytes} bytes are left")
+        if tiering.disk_oracle is not None:
+            tiering.disk_oracle.check_quiet()
+            tiering.disk_oracle.check_bytes()
 
     def _check_room(self) -> None:
         """Nothing is in use: a save gets all the room there is, and deleting everything frees everything."""
         for space, it in enumerate(self.cache.spaces):
             fresh = ChunkKey(hashlib.sha256(it.namespace.root()).digest()[:KEY_BYTES])
+            for other, of_other in enumerate(self.cache.spaces):
+                if of_other.share is not it.share:  # who holds what it is entitled to gives no room
+                    self.node.clear(other)
             granted = self.node.reserve("last", space, None, [fresh], frozenset())
             if not granted.ticket:
                 raise Violation(f"nothing is in use and there is no room: {self.cache!r}")
             self.node.release("last", granted.ticket)
             self.oracle.stopped(granted.ticket)
             self.node.clear(space)
+            self.node.settle()
             self.oracle.check()
-        if self.cache.pool.taken_slots or len(self.cache.entries):
-            raise Violation(f"everything was deleted and something is left: {self.cache!r}")
+        # What was written because of that goes, too.
+        while len(self.schedule):
+            self.host.step()
+        for space in range(len(self.cache.spaces)):
+            self.node.clear(space)
+        self.node.settle()
+        while len(self.schedule):
+            self.host.step()
+        disk = self.node.tiering.disk_oracle
+        for cache in (self.cache, *([disk.cache] if disk is not None else [])):
+            if cache.pool.taken_slots or len(cache.entries):
+                raise Violation(f"everything was deleted and something is left: {cache!r}")
 
     def _plan_request(self) -> None:
         if self.requests < self.plan.requests:
@@ -144,7 +202,32 @@ class World:
         if rng.random() < faults.clears:
             space = rng.randrange(len(self.cache.spaces))
             self.schedule.after(rng.uniform(0.0, 2.0), "", lambda: self.node.clear(space))
+        if rng.random() < faults.restarts and self.plan.has_levels:
+            self.schedule.after(rng.uniform(0.0, 2.0), "", self._restart)
+        if rng.random() < faults.spills and self.plan.has_levels:
+            self.node.spill(instance.space)
+        if rng.random() < faults.wishes and self.plan.has_levels:
+            self.schedule.after(rng.uniform(0.0, 2.0), "", lambda: self._wish(instance, request.tokens))
         self._plan_request()
+
+    def _restart(self) -> None:
+        """kill -9 of the node; the instances connect to the next one."""
+        self.host.restart(self._make_cache())
+        for instance in self.instances:
+            instance.break_session()
+
+    def _wish(self, instance: Instance, tokens: list[int]) -> None:
+        """An operator wants something for a prompt's beginning."""
+        chain = KeyChain(instance.root, CHUNK_TOKENS)
+        chain.extend(tokens)
+        keys = chain.keys[: self.rng.randrange(len(chain.keys) + 1)]
+        kind = self.rng.randrange(3)
+        if kind == 0:
+            self.node.pin(instance.space, keys, self.rng.uniform(0.1, 3.0))
+        elif kind == 1 and keys:
+            self.node.prefetch(instance.space, keys)
+        else:
+            self.node.evict(instance.space, keys, below=self.rng.random() < 0.5)
 
     def _load_was_granted(self) -> None:
         """A good moment for somebody to want all the room."""

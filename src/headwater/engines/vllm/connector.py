@@ -18,10 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from headwater.config import EngineConfig, NodeConfig, engine_config, runtime_dir
+from headwater.config import EngineConfig, embedded_node, engine_config, runtime_dir
 from headwater.engines.cuda_kv import open_paged_kv
 from headwater.engines.vllm import identity
-from headwater.engines.vllm.metadata import NodeInfo, RankLayout, StepMetadata
+from headwater.engines.vllm.metadata import NodeInfo, RankLayout, SavesEnded, StepMetadata
 from headwater.engines.vllm.scheduler import SchedulerSide
 from headwater.engines.vllm.stats import HeadwaterPromMetrics, HeadwaterStats
 from headwater.engines.vllm.worker import Outcome, WorkerSide
@@ -107,6 +107,10 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         if self._decider is not None:
             self._decider.bind_pool(gpu_block_pool)
 
+    def on_new_request(self, request: Any) -> None:
+        """See `SchedulerSide.arrived`."""
+        self._scheduling().arrived(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `SchedulerSide.match_tokens`."""
         return self._scheduling().match_tokens(request, num_computed_tokens)
@@ -114,6 +118,10 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See `SchedulerSide.allocated`."""
         self._scheduling().allocated(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """See `SchedulerSide.hit_tokens`; vLLM asks since 0.32."""
+        return self._scheduling().hit_tokens(request, num_external_tokens).sources()
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See `SchedulerSide.step`."""
@@ -123,6 +131,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         """What the ranks report after a step."""
         decider = self._scheduling()
         ended = getattr(connector_output, "kv_connector_worker_meta", None)
+        decider.step_ended(ended.step if ended is not None else 0)
         if ended is not None:
             decider.ranks_ended(ended)
         decider.load_failed(getattr(connector_output, "failed_recving", None) or ())
@@ -214,8 +223,12 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         return side.sums.take() if side is not None else None
 
     def build_connector_worker_meta(self) -> Any:
-        """The saves that this rank has ended."""
-        return self._copying.take_ended()
+        """The saves that this rank has ended, and the step, if the scheduler side wants to know."""
+        ended, step = self._copying.take_ended(), self._meta().step
+        if step:
+            ended = ended or SavesEnded()
+            ended.step = step
+        return ended
 
     def shutdown(self) -> None:
         """Leave: release, unmap, stop threads and the embedded node."""
@@ -265,7 +278,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         return self._decider
 
     def _make_decider(self, reported: Mapping[tuple[int, int], RankLayout]) -> SchedulerSide:
-        layout = identity.kv_layout(self._kv_cache, self._ranks, self._chunk_tokens, reported)
+        lossy = self._config.lossy
+        layout = identity.kv_layout(self._kv_cache, self._ranks, self._chunk_tokens, reported, lossy)
         space = identity.namespace(
             self._vllm_config,
             self._ranks,
@@ -273,20 +287,24 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             next(iter(reported.values())),
             self._config.tenant,
             self._config.fingerprint,
+            lossy,
         )
         address = self._config.node or self._start_embedded()
         info = NodeInfo(address, "", 0, self._instance, space, layout)
         node = Supervisor(_connect(self._config, info), _log_refusal)
         # A model with several KV groups needs the report of failed requests, which vLLM has since 0.31.
         can_fail = self._fails_by_block or hasattr(base, "KVConnectorTransferResults")
-        return SchedulerSide(self._config, space, layout, self._ranks, node, info, can_fail=can_fail)
+        step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+        return SchedulerSide(
+            self._config, space, layout, self._ranks, node, info, can_fail=can_fail, step_tokens=step_tokens
+        )
 
     def _start_embedded(self) -> str:
         directory = runtime_dir()
         sweep(directory, EMBEDDED_PREFIX)
         name = hashlib.sha256(self._instance.encode()).hexdigest()[:16]
         address = f"unix:{directory}/{EMBEDDED_PREFIX}{name}.sock"
-        node = Node(NodeConfig(socket=address, host_memory=self._config.host_memory, metrics="off"))
+        node = Node(embedded_node(self._config, address))
         self._embedded = EmbeddedServer(node, address)
         return address
 

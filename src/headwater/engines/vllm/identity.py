@@ -25,11 +25,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from headwater.engines.vllm.metadata import RankLayout
 from headwater.errors import ConfigError
+from headwater.tiers.elements import element_bytes, element_type
 from headwater.types import HitRule, KVGroup, KVLayout, Namespace
 
 PIECE_BYTES = 32 << 20
 HASH_THREADS = 8
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".npz")
+LOSSY_FROM = ("bfloat16", "float16", "float32")
 REMEDY = "set engine.fingerprint to a value that changes whenever the weights do"
 Stamp = tuple[tuple[str, int, int, int], ...]
 
@@ -121,9 +123,14 @@ def rank_layout_from_config(kv_cache: KVCacheConfig, dtype: str) -> RankLayout:
 
 
 def kv_layout(
-    kv_cache: KVCacheConfig, ranks: Ranks, chunk_tokens: int, reported: Mapping[tuple[int, int], RankLayout]
+    kv_cache: KVCacheConfig,
+    ranks: Ranks,
+    chunk_tokens: int,
+    reported: Mapping[tuple[int, int], RankLayout],
+    lossy: str = "none",
 ) -> KVLayout:
-    """The layout of a chunk over all ranks, as they reported it by (pp rank, tp rank); raises ConfigError."""
+    """The layout of a chunk over all ranks, as they reported it by (pp rank, tp rank); raises ConfigError. Only what
+    may pass through a `lossy` codec says what its blocks are made of."""
     if len(reported) != ranks.world:
         raise ConfigError(f"{len(reported)} of {ranks.world} ranks have said what their KV cache looks like")
     for name in ("dtype", "layout"):
@@ -142,7 +149,9 @@ def kv_layout(
         if any(len(counts) != 1 for counts in layers.values()):
             raise ConfigError(f"KV group {index}: ranks of one stage have layers {layers}; they must be equal")
         counts = tuple(min(counts) for counts in layers.values())
-        groups.append(KVGroup(group.kv_cache_spec.block_size, sizes.pop(), counts, rule, window))
+        size = sizes.pop()
+        channels = 0 if lossy == "none" else channels_of(group.kv_cache_spec, size, next(iter(reported.values())))
+        groups.append(KVGroup(group.kv_cache_spec.block_size, size, counts, rule, window, channels))
     layout = KVLayout(chunk_tokens, tuple(groups))
     problem = layout.problem()
     if problem is not None:
@@ -150,8 +159,32 @@ def kv_layout(
     return layout
 
 
+def channels_of(spec: KVCacheSpec, block_bytes: int, rank: RankLayout) -> int:
+    """How many elements of a block a lossy codec scales one by one: those of one token's K or V, or of one head where
+    a block is ordered by heads first. Raises ConfigError where the codec cannot take this KV."""
+    element = element_bytes(f"auto:{rank.dtype}")
+    if element_type(f"auto:{rank.dtype}") not in LOSSY_FROM or not element:
+        kinds = ", ".join(LOSSY_FROM)
+        raise ConfigError(f"engine.lossy=int8 is for KV of {kinds}, this is {rank.dtype}; set it to none")
+    inner = getattr(spec, "kv_cache_specs", None)
+    one = next(iter(inner.values())) if inner else spec
+    head = int(getattr(one, "head_size", 0))
+    order = rank.layout.upper()
+    by_token = 0 <= order.find("N") < order.find("H")  # NHD, LBNHC: N counts tokens, H heads
+    channels = head * int(getattr(one, "num_kv_heads", 0)) if by_token else head
+    if not channels or block_bytes % (one.block_size * channels * element):
+        raise ConfigError(f"engine.lossy=int8: blocks of {block_bytes} bytes are not of whole heads; set it to none")
+    return channels
+
+
 def namespace(
-    config: VllmConfig, ranks: Ranks, layout: KVLayout, rank: RankLayout, tenant: str, fingerprint: str
+    config: VllmConfig,
+    ranks: Ranks,
+    layout: KVLayout,
+    rank: RankLayout,
+    tenant: str,
+    fingerprint: str,
+    lossy: str = "none",
 ) -> Namespace:
     """The engine's base Namespace, without a request's adapter and salt."""
     return Namespace(
@@ -161,6 +194,7 @@ def namespace(
         groups=layout.fingerprint(),
         parallel=ranks.tag,
         tenant=tenant,
+        lossy="" if lossy == "none" else lossy,
     )
 
 

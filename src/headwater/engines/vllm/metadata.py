@@ -71,20 +71,24 @@ class LoadJob:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """One step's jobs. `idle` says that no tokens are computed, so that the ranks may wait for a load."""
+    """One step's jobs. `idle` says that no tokens are computed, so that the ranks may wait for a load. The ranks
+    report a `step` number, if there is one, when the step is over."""
 
     node: NodeInfo | None = None
     saves: list[SaveJob] = field(default_factory=list)
     loads: list[LoadJob] = field(default_factory=list)
     idle: bool = False
+    step: int = 0
 
 
 @dataclass
 class SavesEnded(KVConnectorWorkerMetadata):
-    """For each save ticket, how many ranks have ended it, and the tickets that some rank could not serve."""
+    """For each save ticket, how many ranks have ended it, and the tickets that some rank could not serve; and the
+    number of the step that is over, if it has one."""
 
     ended: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    step: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> SavesEnded:
         """The sums of two ranks."""
@@ -92,7 +96,7 @@ class SavesEnded(KVConnectorWorkerMetadata):
         ended = dict(self.ended)
         for ticket, count in other.ended.items():
             ended[ticket] = ended.get(ticket, 0) + count
-        return SavesEnded(ended, self.failed | other.failed)
+        return SavesEnded(ended, self.failed | other.failed, max(self.step, other.step))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Theory of operation, one request (all calls come from vLLM's scheduler, in this order):
 
-    match_tokens    how much does the node hold? pure, may be asked again        -> tokens beyond the local hit
+    arrived         the node may bring up what lower tiers hold, while the request queues
+    match_tokens    how much does the node hold? may be asked again: "wait", or   -> tokens beyond the local hit
     allocated       blocks exist: lease the hit                                   -> LoadJob in the next step
     step            tokens of this step complete chunks: reserve slots, pin blocks -> SaveJob in this step
     ranks_ended     all ranks have ended a save: unpin its blocks
@@ -21,15 +22,18 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headwater.config import EngineConfig
+from headwater.core.cost import PrefillSpeed
 from headwater.core.hashing import KeyChain
+from headwater.engines.vllm.asking import Questions, StepTimes
 from headwater.engines.vllm.identity import Adapters, Ranks
 from headwater.engines.vllm.metadata import NULL_BLOCK, LoadJob, NodeInfo, Part, SaveJob, SavesEnded, StepMetadata
-from headwater.engines.vllm.stats import CopySums
+from headwater.engines.vllm.stats import CopySums, HitTokens
 from headwater.errors import HeadwaterError, ProtocolError, RefusedError, UnavailableError
 from headwater.node.client import Session, Supervisor
 from headwater.types import ABSENT, ChunkKey, HitRule, KVLayout, Loadable, Media, Namespace
@@ -39,12 +43,16 @@ log = logging.getLogger(__name__)
 OPT_OUT = "headwater.skip"
 """A true value under this name in a request's `kv_transfer_params` keeps the request out of the cache."""
 
+CLEAR_S, CLEAR_POLL_S = 1.0, 0.005
+"""How long a clear waits for REMOTE tiers, and how often it asks."""
+
 Blocks = Sequence[Sequence[int]]
 
 
 @dataclass(slots=True)
 class Tracked:
-    """What is known of a request: its keys, how many leading chunks need no saving, and its last match.
+    """What is known of a request: its keys, how many leading chunks need no saving, and its last match, of which `disk`
+    and `remote` tokens were brought up for it.
 
     `outdated` marks KV that was computed before the cache was cleared.
     """
@@ -54,6 +62,9 @@ class Tracked:
     held: int = 0
     local_tokens: int = 0
     matched: int = 0
+    disk: int = 0
+    remote: int = 0
+    hit: HitTokens = field(default_factory=HitTokens)
     counted: bool = False
     load_failed: bool = False
     outdated: bool = False
@@ -82,9 +93,11 @@ class SchedulerSide:
         info: NodeInfo,
         *,
         can_fail: bool,
+        step_tokens: int,
     ) -> None:
         """`node` keeps the session; `info` is what ranks need to reach it (name and epoch are filled in).
         `can_fail` says whether this vLLM can be told of a failed load; without it nothing is loaded.
+        `step_tokens` is how many tokens the engine computes in one step at the most.
         """
         self._config, self._namespace, self._layout, self._ranks = config, namespace, layout, ranks
         self._node, self._info = node, info
@@ -101,9 +114,15 @@ class SchedulerSide:
         self._adapters = Adapters()
         self._pool: Any = None
         self.sums = CopySums()
+        self.speed = PrefillSpeed(step_tokens)
+        self._times = StepTimes(self.speed)
+        self._questions = Questions(node, self.speed, layout.chunk_tokens, config.load_s, self._lost, self.sums)
 
     def __repr__(self) -> str:
-        return f"SchedulerSide({len(self._tracked)} requests, {len(self._pinned)} saves under way)"
+        return (
+            f"SchedulerSide({len(self._tracked)} requests, {len(self._pinned)} saves under way, {self._questions!r}, "
+            f"{self.speed!r})"
+        )
 
     def bind_pool(self, pool: Any) -> None:
         """vLLM's block pool, whose references pin blocks."""
@@ -111,8 +130,19 @@ class SchedulerSide:
 
     # ---- load -----------------------------------------------------------------------------------------
 
-    def match_tokens(self, request: Any, local_tokens: int) -> tuple[int, bool]:
-        """How many tokens beyond the local prefix hit the node can supply; they always come asynchronously."""
+    def arrived(self, request: Any) -> None:
+        """A request is in the queue: let the node bring up what it may need, unless the engine has it all."""
+        it = self._track(request)
+        if it is None or getattr(request, "skip_reading_prefix_cache", False):
+            return
+        it.chain.extend(request.all_token_ids)
+        local_tokens = self._local_tokens(request)
+        if local_tokens < it.chain.tokens:
+            self._ask(it, local_tokens)
+
+    def match_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond the local prefix hit the node can supply, which always come asynchronously; None if
+        more is on its way from lower tiers: vLLM asks again in the next step, and schedules others meanwhile."""
         it = self._track(request)
         if it is None:
             return 0, False
@@ -124,20 +154,35 @@ class SchedulerSide:
         if it.chain.tokens <= local_tokens:
             # Nothing to ask for, but what the engine holds itself may have left the node: let `step` save it.
             return 0, False
-        session = self._node.session
-        if session is None:
-            return 0, False
-        try:
-            it.matched = session.match(it.chain.keys, counts=not it.counted)
-        except (UnavailableError, ProtocolError, RefusedError) as error:
-            self._lost(session, error)
-            return 0, False
-        it.counted = True
-        it.held = max(it.held, it.matched)
+        if self._ask(it, local_tokens):
+            self._questions.told_to_wait(request.request_id)
+            return None, False
         tokens = it.matched * self._layout.chunk_tokens - local_tokens
         if not self._can_fail or tokens < max(self._config.min_load_tokens, 1):
             return 0, False
         return tokens, True
+
+    def _ask(self, it: Tracked, local_tokens: int) -> bool:
+        """Ask what the node holds of a request; whether it is worth waiting for more."""
+        beyond = it.chain.tokens - local_tokens
+        fetches = self._can_fail and beyond >= self._config.min_load_tokens
+        answer = self._questions.ask(
+            it.request.request_id, it.chain.keys, local_tokens, counts=not it.counted, fetches=fetches
+        )
+        it.counted |= not answer.waiting and self._node.session is not None
+        it.matched = answer.chunks
+        it.disk, it.remote = answer.disk * self._layout.chunk_tokens, answer.remote * self._layout.chunk_tokens
+        it.held = max(it.held, it.matched)
+        return answer.waiting
+
+    def _local_tokens(self, request: Any) -> int:
+        """How much of a prompt the engine has itself, as far as that is easily seen: it need not be brought up."""
+        if self._pool is None or len(self._layout.groups) > 1:
+            return 0
+        hashes = getattr(request, "block_hashes", ())
+        # vLLM evicts the last blocks of a prompt first, so that what it has is nearly always a prefix.
+        count = bisect_left(hashes, True, key=lambda it: self._pool.get_cached_block(it, [0]) is None)
+        return count * self._layout.groups[0].block_tokens
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """vLLM has given the request its blocks, `external_tokens` of them for us to fill."""
@@ -146,6 +191,7 @@ class SchedulerSide:
             return
         it.table = [list(group) for group in blocks.get_block_ids()]
         if external_tokens <= 0:
+            self._questions.end(request.request_id)
             return
         end = it.local_tokens + external_tokens
         first = it.local_tokens // self._layout.chunk_tokens
@@ -158,6 +204,13 @@ class SchedulerSide:
         job = LoadJob(request.request_id, held.ticket, epoch, parts, missing, held.deadline_s, give_up_s)
         self._loading[request.request_id] = job
         self._loads.append(job)
+        it.hit = HitTokens.of(external_tokens, it.disk, it.remote)
+        self._questions.end(request.request_id)
+
+    def hit_tokens(self, request: Any, external_tokens: int) -> HitTokens:
+        """Which tiers supply a load that was just allocated."""
+        it = self._tracked.get(request.request_id)
+        return HitTokens(host=external_tokens) if it is None else it.hit
 
     def load_failed(self, request_ids: Iterable[str]) -> None:
         """These requests' loads brought nothing or not all: compute, and do not ask again."""
@@ -179,6 +232,9 @@ class SchedulerSide:
         """These requests' loads have ended on all ranks."""
         for request_id in request_ids:
             job = self._loading.pop(request_id, None)
+            it = self._tracked.get(request_id)
+            if it is not None and request_id not in self._failed:
+                self.sums.supplied(it.hit)
             if request_id in self._failed:
                 self._failed.discard(request_id)
                 if job is not None and job.ticket:
@@ -237,7 +293,11 @@ class SchedulerSide:
         if session is not None:
             name, epoch = session.link.node
             node = replace(self._info, name=name, epoch=epoch)
-        return StepMetadata(node, saves, loads, idle)
+        return StepMetadata(node, saves, loads, idle, self._times.began(output))
+
+    def step_ended(self, step: int) -> None:
+        """A step's result is there; `step` is its number, if it has one."""
+        self._times.ended(step)
 
     def _reconcile(self) -> None:
         """On a new session, tell the node which tickets we know: the reply that named another was lost with the old."""
@@ -254,6 +314,7 @@ class SchedulerSide:
     def finished(self, request: Any, blocks: Blocks) -> None:
         """A request ended in whatever way: save the chunks that are complete, and forget it."""
         it = self._tracked.pop(request.request_id, None)
+        self._questions.end(request.request_id)
         if it is None:
             return
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
@@ -278,8 +339,8 @@ class SchedulerSide:
         return bool(self._pinned or self._saves)
 
     def clear(self) -> bool:
-        """Delete what the node holds of this namespace; False if it could not be asked, or if loads and saves of
-        this engine are under way, whose chunks stay: then ask again.
+        """Delete what the node and its tiers hold of this namespace; False if it could not be asked, if loads and
+        saves are under way, whose chunks stay, or if a REMOTE tier has yet to do it: then ask again.
 
         Whoever asks may have changed the weights: what running requests have computed by now is not saved any more.
         """
@@ -287,16 +348,29 @@ class SchedulerSide:
         if session is None:
             return False
         try:
-            session.clear()
-        except (UnavailableError, ProtocolError, RefusedError) as error:
+            cleared = session.clear()
+            pending = cleared.pending
+            until_s = time.monotonic() + CLEAR_S
+            while pending and time.monotonic() < until_s:
+                time.sleep(CLEAR_POLL_S)
+                pending = session.still_clearing()
+        except RefusedError as error:
+            log.error("clearing the cache: %s", error)
+            return False
+        except (UnavailableError, ProtocolError) as error:
             self._lost(session, error)
             return False
-        for it in self._tracked.values():
-            it.held, it.outdated = 0, True
-        return not self.saving and not self._loading
+        finally:
+            for it in self._tracked.values():
+                it.held, it.outdated = 0, True
+        if cleared.kept or pending:
+            say = "clearing the cache: %d parts of chunks are in use and stay; tiers that have yet to delete: %s"
+            log.warning(say, cleared.kept, ", ".join(pending) or "none")
+        return not (self.saving or self._loading or cleared.kept or pending)
 
     def close(self) -> None:
         """Release what the ranks never saw and forget everything."""
+        self._questions.close()
         session = self._node.session
         tickets = [*self._owed, *(it.ticket for it in self._saves), *(it.ticket for it in self._loads if it.ticket)]
         if session is not None and tickets:

@@ -8,6 +8,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # before 0.32
+    CacheHitSource = None
+
 SECONDS_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 COUNTERS = {
     "loaded_bytes": "Bytes copied from the node into the engine's KV blocks.",
@@ -16,11 +21,41 @@ COUNTERS = {
     "failed_saves": "Saves that stored nothing.",
     "short_loads": "Loads that found less than was promised: something left in between.",
     "short_saves": "Saves that the node had no room for, in whole or in part.",
+    "host_tokens": "Tokens loaded from what the node had in memory.",
+    "disk_tokens": "Tokens loaded that the node had brought up from its disk for the request.",
+    "remote_tokens": "Tokens loaded that the node had brought up from a remote tier for the request.",
+    "waits": "Requests that waited for lower tiers instead of being scheduled.",
+    "cut_waits": "Waits that ended because time was over or the node was gone.",
 }
 HISTOGRAMS = {
     "load_seconds": "Time of one request's load copy.",
     "save_seconds": "Time of one save copy.",
+    "wait_seconds": "Time that one request waited for lower tiers.",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class HitTokens:
+    """A load's tokens by the tier that had them: the node's memory, its disk, a remote tier."""
+
+    host: int = 0
+    disk: int = 0
+    remote: int = 0
+
+    @classmethod
+    def of(cls, tokens: int, disk: int, remote: int) -> HitTokens:
+        """Split a load of which so many tokens at most were brought up. What came from below lies at the prefix's end,
+        which is loaded, behind what the engine may have itself."""
+        remote = min(remote, tokens)
+        disk = min(disk, tokens - remote)
+        return cls(tokens - remote - disk, disk, remote)
+
+    def sources(self) -> dict[Any, int]:
+        """The same in vLLM's words (0.32), which have none for a remote store."""
+        if CacheHitSource is None:
+            return {}
+        words = (CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.EXTERNAL_UNSPECIFIED)
+        return {word: tokens for word, tokens in zip(words, (self.host, self.disk, self.remote), strict=True) if tokens}
 
 
 @dataclass
@@ -33,8 +68,14 @@ class CopySums:
     failed_saves: int = 0
     short_loads: int = 0
     short_saves: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    remote_tokens: int = 0
+    waits: int = 0
+    cut_waits: int = 0
     load_seconds: list[float] = field(default_factory=list)
     save_seconds: list[float] = field(default_factory=list)
+    wait_seconds: list[float] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def loaded(self, size_bytes: int, seconds: float) -> None:
@@ -49,15 +90,30 @@ class CopySums:
             self.saved_bytes += size_bytes
             self.save_seconds.append(seconds)
 
+    def waited(self, seconds: float, *, cut: bool) -> None:
+        """Add one request's wait."""
+        with self._lock:
+            self.waits += 1
+            self.cut_waits += cut
+            self.wait_seconds.append(seconds)
+
+    def supplied(self, hit: HitTokens) -> None:
+        """Add one load's tokens."""
+        with self._lock:
+            self.host_tokens += hit.host
+            self.disk_tokens += hit.disk
+            self.remote_tokens += hit.remote
+
     def take(self) -> HeadwaterStats | None:
         """The sums as vLLM wants them, and start anew; None if nothing happened."""
         with self._lock:
             data: dict[str, Any] = {name: getattr(self, name) for name in (*COUNTERS, *HISTOGRAMS)}
             if not any(data.values()):
                 return None
-            self.loaded_bytes = self.saved_bytes = self.failed_loads = self.failed_saves = 0
-            self.short_loads = self.short_saves = 0
-            self.load_seconds, self.save_seconds = [], []
+            for name in COUNTERS:
+                setattr(self, name, 0)
+            for name in HISTOGRAMS:
+                setattr(self, name, [])
         return HeadwaterStats(data)
 
 
@@ -90,6 +146,7 @@ class HeadwaterStats(KVConnectorStats):
             "loaded MB": round(data["loaded_bytes"] / 1e6, 1),
             "saved MB": round(data["saved_bytes"] / 1e6, 1),
             "failed loads": data["failed_loads"],
+            "waits": data["waits"],
         }
 
 
