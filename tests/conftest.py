@@ -1,6 +1,9 @@
-"""What all tests share: one printed seed, the model folder, and the order fast before slow."""
+"""What all tests share: one printed seed, short names for temporary folders, the model folder, and the order fast
+before slow."""
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -9,6 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
 DEFAULT_SEED = 20251129
+FAILED = pytest.StashKey[bool]()
+TEMPORARY = pytest.StashKey[Path]()
 
 # A loaded machine is no reason to fail, so no deadline; a failure prints what reproduces it.
 hypothesis.settings.register_profile("headwater", deadline=None, print_blob=True)
@@ -24,6 +29,17 @@ def seed_of(config: pytest.Config) -> int:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = int(os.environ.get("HEADWATER_TEST_SEED", DEFAULT_SEED))
+    # A socket's path has 107 bytes at most, and pytest's own names are long, the longer where several tests run at a
+    # time. Who runs as one of several was given a folder in this one.
+    if config.option.basetemp is None:
+        config.stash[TEMPORARY] = Path(tempfile.mkdtemp(prefix="hw"))
+        config.option.basetemp = str(config.stash[TEMPORARY])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    folder = config.stash.get(TEMPORARY, None)
+    if folder is not None and not config.stash.get(FAILED, False):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -32,7 +48,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        config.stash[FAILED] = True
         terminalreporter.write_line(f"to reproduce: HEADWATER_TEST_SEED={seed_of(config)}")
+        terminalreporter.write_line(f"what the failed tests left in their folders: {config.option.basetemp}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,7 +14,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -23,31 +22,21 @@ import pytest
 import headwater
 from headwater import doctor
 from headwater.cli import COMMANDS, main
-from headwater.cli.node import drain_on_signals, plug_in
+from headwater.cli.node import drain_on_signals, plug_in, warn_of_shown_passwords
+from headwater.cli.options import flag_of
 from headwater.cli.show import exact_size, plain, show_setting, show_share, show_size, show_span
-from headwater.config import MIB, SETTINGS, NodeConfig, child_environment, parse_size
+from headwater.config import MIB, SETTINGS, NodeConfig, child_environment, load_config, parse_size, variable
 from headwater.core.hashing import chunk_keys
 from headwater.doctor import Finding, Verdict
 from headwater.errors import RefusedError
 from headwater.node.client import Link, Session, fetch_status
 from headwater.types import KVGroup, KVLayout, Namespace
+from tests.commands import Command, Ended, ran
 
 LAYOUT = KVLayout(32, (KVGroup(16, 32768, (4,)),))
 SPACE = Namespace("m" * 32, "float16", "cpu.avx2.nhd", LAYOUT.fingerprint(), tenant="blue")
 KEYS = chunk_keys(SPACE.root(), range(320), 32)
 ENVIRONMENT = child_environment({"PYTHONPATH": str(Path(headwater.__file__).parents[1]), "COLUMNS": "120"})
-
-
-@dataclass
-class Ended:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Ended]
 
 
 @pytest.fixture
@@ -60,12 +49,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         with monkeypatch.context() as here:
             for name, value in (env or {}).items():
                 here.setenv(name, value)
-            capsys.readouterr()
-            try:
-                code = main(arguments)
-            except SystemExit as ended:  # argparse
-                code = int(ended.code or 0)
-        return Ended(code, *capsys.readouterr())
+            return ran(capsys, *arguments)
 
     return command
 
@@ -158,7 +142,7 @@ def test_the_node_has_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str
     text = " ".join(capsys.readouterr().out.split())
     for name, it in SETTINGS.items():
         if name.startswith("node."):
-            assert f" --{name[5:].replace('_', '-')}" in text
+            assert f" {flag_of(name)}" in text
             assert it.metadata["help"] in text
             assert "HEADWATER_" + name.upper().replace(".", "_") in text
 
@@ -220,7 +204,7 @@ def test_config_shows_values_and_origins(tmp_path: Path, command: Command) -> No
     assert set(SETTINGS) <= set(shown)
     assert re.match(rf"node\.host_memory +32GiB +file {file} ", shown["node.host_memory"])
     assert re.match(r"node\.slab +64MiB +env HEADWATER_NODE_SLAB ", shown["node.slab"])
-    assert re.match(r"node\.eviction +lru +default ", shown["node.eviction"])
+    assert re.match(r"node\.eviction +learned +default ", shown["node.eviction"])
     found = json.loads(command("config", "--json", "--config", str(file)).out)["settings"]
     assert found["node.host_memory"] == {"value": 32 << 30, "origin": f"file {file}"}
     assert found["node.require"] == {"value": {}, "origin": "default"}
@@ -268,13 +252,14 @@ def test_status_tells_what_a_node_holds(start: Callable[..., Node], command: Com
     node = start()
     assert "no engine has registered yet" in command("status", "--node", node.address).out
     client = node.client()
-    assert client.match(KEYS) == 0
+    assert client.match(KEYS).chunks == 0
     saved = client.reserve(KEYS)
     assert client.done(saved.ticket)
-    assert client.match(KEYS) == 10
+    assert client.match(KEYS).chunks == 10
     load = client.load(KEYS)
     text = command("status", "--node", node.address).out
     assert re.search(r"^memory +2\.5 MiB of 16 MiB \(15\.6 %\)", text, re.MULTILINE)
+    assert re.search(r"^below +no lower tier", text, re.MULTILINE)
     assert re.search(r"^engines +1 alive; 2 connections", text, re.MULTILINE)
     assert re.search(r"^running +1 loads, 0 saves", text, re.MULTILINE)
     assert re.search(r"^trouble +none", text, re.MULTILINE)
@@ -396,6 +381,29 @@ def test_what_is_pasted_into_a_shell_is_one_word() -> None:
     assert json.loads(done.stdout)["kv_connector_extra_config"] == {"node": "unix:/run/a.sock"}
 
 
+def test_passwords_are_neither_printed_nor_repeated_in_refusals(command: Command) -> None:
+    url = "redis://user:hunter2@kv:6379"
+    for flags in ((), ("--json",)):
+        done = command("config", *flags, env={"HEADWATER_NODE_REMOTES": url})
+        assert done.code == 0
+        assert "hunter2" not in done.out
+        assert "redis://***@kv:6379" in done.out
+    for line in (["node", "--remotes", url], ["node", "--remote", f"{url}x"], ["doctor", "--disk", url]):
+        done = command(*line)
+        assert done.code == 2
+        assert "hunter2" not in done.out + done.err
+
+
+def test_a_password_in_a_flag_is_warned_of_but_not_one_in_the_environment(caplog: pytest.LogCaptureFixture) -> None:
+    url = "redis://user:hunter2@kv:6379"
+    warn_of_shown_passwords(load_config(env={variable("node.remotes"): url}))
+    warn_of_shown_passwords(load_config(env={}, overrides={"node.remotes": ["redis://kv:6379"]}))
+    assert caplog.text == ""
+    warn_of_shown_passwords(load_config(env={}, overrides={"node.remotes": [url]}))
+    assert "HEADWATER_NODE_REMOTES or a file hides it" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
 # ---------------------------------------------------------------- doctor
 
 
@@ -515,6 +523,10 @@ def test_shared_memory_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_numpy_copies_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor._kernels, "NATIVE", False)
     assert doctor.check_copies().verdict is Verdict.WARN
+    monkeypatch.setattr(doctor.codec, "ISAS", ())
+    assert doctor.check_codecs().verdict is Verdict.WARN
+    monkeypatch.setattr(doctor.codec, "ISAS", ("avx2", "plain"))
+    assert doctor.check_codecs().found == "native, avx2"
 
 
 def test_ports() -> None:
@@ -549,4 +561,8 @@ def test_other_values_for_people() -> None:
     assert show_setting("engine.min_load_tokens", MIB) == str(MIB)
     assert show_setting("node.slab", MIB) == "1MiB"
     assert show_setting("node.require", {"tenant": "x", "salt": ""}) == "tenant=x,salt="
+    assert show_setting("node.remotes", ("redis://u:p@a", "file:///b")) == "redis://***@a file:///b"
+    assert show_setting("node.remotes", ()) == show_setting("node.quotas", {}) == "none"
+    assert show_setting("node.quotas", {"blue": MIB, "": 5}) == "blue=1MiB,=5"
+    assert show_setting("node.disk_reserve", None) == "auto"
     assert os.linesep == "\n"

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,14 @@ import pytest
 import headwater
 from headwater import Client, HitRule, KVGroup, KVLayout, Namespace, RefusedError, UnavailableError
 from headwater.config import NodeConfig
+from headwater.node.client import ask_operator, fetch_status
 from headwater.node.driver import Node
+from headwater.node.messages import Evict
 from headwater.node.server import EmbeddedServer
+from headwater.tiers.memory import MemoryTier
+from headwater.types import Cleared, pack_keys
+from tests.node.conftest import eventually
+from tests.node.tiered import SlowTier, plug
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYOUT = KVLayout(32, (KVGroup(16, 1024, (3, 2)), KVGroup(16, 512, (1, 1), HitRule.WINDOW, 40)))
@@ -94,7 +101,7 @@ def test_a_lease_that_ended_too_early_is_an_error(node: str) -> None:
         with pytest.raises(UnavailableError, match="discard"), client.load(keys) as held:
             while headwater.client.time.monotonic() <= held.deadline_s:
                 pass
-        assert client.clear() == 10
+        assert client.clear() == Cleared(10, 0)
 
 
 def test_who_must_not_share_does_not(node: str) -> None:
@@ -115,6 +122,86 @@ def test_refusals_name_both_values(node: str) -> None:
     assert "6291456" in refused.value.given
     with pytest.raises(UnavailableError, match="no node at"):
         Client("unix:/nowhere/node.sock", NAMESPACE, LAYOUT)
+
+
+@pytest.fixture
+def tiered(tmp_path: Path) -> Iterator[str]:
+    """A node with a disk."""
+    address = f"unix:{tmp_path}/tiered.sock"
+    disk = f"{tmp_path}/disk:16MiB"
+    config = NodeConfig(
+        socket=address, host_memory=1 << 20, slab=1 << 17, metrics="off", disk=disk, disk_reserve=0, drain_s=2.0
+    )
+    server = EmbeddedServer(Node(config), address)
+    yield address
+    server.close()
+
+
+def sink(node: str, client: Client, keys: list[headwater.types.ChunkKey]) -> None:
+    """Fill what is missing, let it go down to the disk, and take it out of memory."""
+    with client.save(keys) as saving:
+        fill(saving)
+    eventually(lambda: fetch_status(node)["quiet"])
+
+    def is_out() -> bool:
+        ask_operator(node, Evict(NAMESPACE.root(), pack_keys(keys), below=False))
+        return client.match(keys) == 0
+
+    eventually(is_out)
+
+
+def test_a_load_waits_for_lower_tiers_if_it_is_told_to(tiered: str) -> None:
+    with Client(tiered, NAMESPACE, LAYOUT) as client:
+        keys = client.keys(PROMPT)
+        sink(tiered, client, keys)
+        with client.load(keys) as held:
+            assert held.chunks == 0, "by default what is not in memory is a miss"
+        with client.load(keys, wait_s=5.0) as held:
+            assert held.chunks == 5
+            for shard in range(2):
+                assert np.array_equal(held.part(4, 1, shard), content(4, 1, shard))
+                assert np.array_equal(held.part(0, 0, shard), content(0, 0, shard))
+        with client.load(keys, first=2, wait_s=5.0) as held:
+            assert held.chunks == 5, "what is in memory needs no waiting"
+
+
+def test_a_load_does_not_wait_for_what_nobody_has(tiered: str) -> None:
+    with Client(tiered, NAMESPACE, LAYOUT) as client:
+        began_s = time.monotonic()
+        with client.load(client.keys(PROMPT), wait_s=5.0) as held:
+            assert held.chunks == 0
+        assert time.monotonic() - began_s < 1.0
+
+
+def test_a_load_waits_no_longer_than_it_was_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    line = SlowTier(MemoryTier(), 1e12)
+    address = f"unix:{tmp_path}/slow.sock"
+    remotes = plug(monkeypatch, {"line": line})
+    config = NodeConfig(socket=address, host_memory=1 << 20, slab=1 << 17, metrics="off", remotes=remotes, drain_s=0.1)
+    server = EmbeddedServer(Node(config), address)
+    with Client(address, NAMESPACE, LAYOUT) as client:
+        keys = client.keys(PROMPT)
+        sink(address, client, keys)
+        line.latency_s = 0.4
+        began_s = time.monotonic()
+        with client.load(keys, wait_s=0.1) as held:
+            waited_s = time.monotonic() - began_s
+            assert held.chunks == 0
+        assert 0.1 <= waited_s < 0.35
+        line.latency_s = 0.15
+        with client.load(keys, wait_s=4.0) as held:
+            assert held.chunks == 5, "a tier may take as long as its client has time"
+    server.close()
+
+
+def test_what_was_prefetched_is_there(tiered: str) -> None:
+    with Client(tiered, NAMESPACE, LAYOUT) as client:
+        keys = client.keys(PROMPT)
+        sink(tiered, client, keys)
+        assert client.prefetch(keys) == 0
+        eventually(lambda: client.match(keys) == 5)
+        assert client.prefetch(keys) == 5
+        assert client.prefetch(client.keys(range(9000, 9400))) == 0
 
 
 def test_the_example_runs() -> None:

@@ -20,11 +20,12 @@ from headwater.core.hashing import chunk_keys
 from headwater.errors import ConfigError, RefusedError
 from headwater.metrics import endpoint as door
 from headwater.metrics.endpoint import Endpoint
-from headwater.metrics.exposition import HOST, LEVELS, SUMS, render
+from headwater.metrics.exposition import FETCH_SUMS, HOST, LEVELS, SUMS, TIER_LEVELS, TIER_SUMS, render
 from headwater.node.client import Link, Session
 from headwater.node.driver import Node
 from headwater.node.server import EmbeddedServer
 from headwater.types import ChunkKey, KVGroup, KVLayout, Namespace
+from tests.node.conftest import eventually
 
 CHUNK_TOKENS = 32
 LAYOUT = KVLayout(CHUNK_TOKENS, (KVGroup(16, 32768, (4,)),))
@@ -101,12 +102,12 @@ def test_every_figure_agrees_with_a_scripted_workload(running: Running) -> None:
     capacity = 8 * MIB // CHUNK_BYTES
     assert capacity == 32
     first, second = prompt(1, 20), prompt(2, 20)
-    assert client.match(first) == 0
+    assert client.match(first).chunks == 0
     assert save(client, first) == 20
-    assert client.match(first) == 20
-    assert client.match(first, counts=False) == 20
+    assert client.match(first).chunks == 20
+    assert client.match(first, counts=False).chunks == 20
     assert save(client, second) == 20  # evicts 8 of the first
-    kept = client.match(first)
+    kept = client.match(first).chunks
     assert kept == 12
     assert save(client, prompt(3, 3), failed=(1,)) == 3  # evicts 3; stores 1, fails 2
     load = client.load(second)
@@ -133,7 +134,7 @@ def test_every_figure_agrees_with_a_scripted_workload(running: Running) -> None:
     assert (seen["sessions"], seen["instances"], seen["draining"]) == (1, 1, 0)
     assert client.release([load.ticket, pending.ticket]) == 2
     assert not client.done(load.ticket)
-    assert client.clear() == held
+    assert client.clear().deleted == held
     seen = running.figures()
     assert seen["held_bytes"] == seen["held_chunks"] == seen["pool_taken_bytes"] == seen["leases"] == 0
     assert seen["deleted_bytes_total"] == held * CHUNK_BYTES
@@ -157,7 +158,7 @@ def test_conservation_over_random_work(running: Running, seed: int) -> None:
         keys = prompt(chance.randrange(6), chance.randrange(1, 16), spaces[which])
         match chance.randrange(5):
             case 0 | 1:
-                hits += client.match(keys)
+                hits += client.match(keys).chunks
                 asked += len(keys)
             case 2:
                 save(client, keys, failed=tuple(chance.sample(range(len(keys)), chance.randrange(2))))
@@ -290,8 +291,48 @@ def test_every_figure_is_explained(running: Running) -> None:
     families = {it.name: it for it in text_string_to_metric_families(running.get("/metrics")[1])}
     assert {f"headwater_{name}" for name in [*SUMS, *LEVELS]} <= families.keys()
     assert {f"headwater_pool_{name}" for name in HOST} <= families.keys()
+    assert {f"headwater_tier_{name}" for name in [*TIER_SUMS, *TIER_LEVELS]} <= families.keys()
+    assert {f"headwater_fetches_{name}" for name in FETCH_SUMS} <= families.keys()
     for name, family in families.items():
         assert family.documentation, name
+
+
+def test_tiers_show_what_went_down_and_came_up(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/node.sock"
+    config = NodeConfig(socket=address, host_memory=4 * MIB, slab=2 * MIB, disk=f"{tmp_path}/kv:64MiB", prefault=False)
+    server = EmbeddedServer(Node(config), address)
+    client = Session(Link(address, "a", maps=True, connect_s=5, call_s=5), SPACE, LAYOUT)
+
+    def tier() -> dict[str, float]:
+        text = render(server.server.ask().result(5)).decode()
+        samples = [it for family in text_string_to_metric_families(text) for it in family.samples]
+        return {it.name.removeprefix("headwater_tier_"): it.value for it in samples if it.labels.get("name") == "disk"}
+
+    def quiet() -> bool:
+        return bool(server.server.ask().result(5)["quiet"])
+
+    try:
+        first, second = prompt(1, 12), prompt(2, 12)
+        for keys in (first, second):  # the second pushes the first out of HOST, which is on the disk by then
+            save(client, keys)
+            eventually(quiet)
+        assert tier()["written_bytes_total"] == 24 * CHUNK_BYTES
+        assert tier()["read_bytes_total"] == 0
+        assert client.match(first).chunks == 4
+        eventually(lambda: not client.match(first, request="r").waiting)
+        found = client.match(first, request="r")
+        assert (found.chunks, found.disk, found.remote) == (12, 8, 0)
+        seen = tier()
+        assert seen["read_bytes_total"] == 8 * CHUNK_BYTES
+        assert seen["hit_tokens_total"] == 8 * CHUNK_TOKENS
+        assert (seen["well"], seen["full"], seen["moving_bytes"], seen["queued_chunks"]) == (1, 0, 0, 0)
+        assert seen["used_bytes"] >= 24 * CHUNK_BYTES
+        assert (seen["recovered_chunks"], seen["journal_broken"], seen["journal_failures_total"]) == (0, 0, 0)
+        assert seen["journal_forgotten_chunks_total"] == 0
+        assert seen["read_bytes_s"] > 0 < seen["write_bytes_s"]
+    finally:
+        client.close()
+        server.close()
 
 
 # ---------------------------------------------------------------- the door

@@ -16,6 +16,8 @@ from headwater.engines.paged_kv import CpuPagedKV
 from headwater.errors import ResourceError, UnavailableError
 from headwater.ports import Addresses, BlockIds
 
+pytestmark = pytest.mark.alone
+
 TINY = copies.shape("tiny", "2 layers, 16-token blocks of 1 KiB", 2, 16, 64, 3)
 EFFORT = Effort(rounds=2, quick=True)
 

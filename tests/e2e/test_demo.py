@@ -1,4 +1,4 @@
-"""The demo as a user runs it: real node, two real vLLM servers, real model; and that nothing is left afterwards."""
+"""The demo as a user runs it: real node, disk, Valkey, vLLM servers and model; and that nothing is left afterwards."""
 
 import json
 import os
@@ -17,10 +17,12 @@ PAUSE = threading.Event()
 pytestmark = pytest.mark.engine
 
 KEYS = {
+    "act": str,
     "instance": str,
     "prompt_tokens": int,
     "reused_tokens": int,
     "tier": str,
+    "tiers": dict,
     "ttft_s": float,
     "ttft_uncached_s": float,
     "bytes_moved": int,
@@ -30,14 +32,19 @@ KEYS = {
 
 def start_demo(scratch: Path) -> subprocess.Popen[bytes]:
     """`headwater demo --json` in a process group of its own, with its scratch files in `scratch`."""
-    with (scratch / "out.json").open("wb") as output, (scratch / "err.txt").open("wb") as errors:
-        return subprocess.Popen(
-            [sys.executable, "-m", "headwater", "demo", "--json", "--logs", str(scratch / "logs")],
-            env={**os.environ, "TMPDIR": str(scratch)},
-            stdout=output,
-            stderr=errors,
-            start_new_session=True,
-        )
+    # A job in a shell's background ignores Ctrl-C, and so would its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with (scratch / "out.json").open("wb") as output, (scratch / "err.txt").open("wb") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-m", "headwater", "demo", "--json", "--logs", str(scratch / "logs")],
+                env={**os.environ, "TMPDIR": str(scratch)},
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def left_behind(scratch: Path) -> list[str]:
@@ -83,9 +90,17 @@ def test_the_demo_shares_and_its_outputs_are_identical(tmp_path: Path) -> None:
     assert on_b["reused_tokens"] > 1900
     assert on_b["bytes_moved"] > 1900 * 46_080, "30 layers x 3 heads x 64 x 2 x 4 bytes a token"
     assert on_b["ttft_s"] < on_b["ttft_uncached_s"] / 2, "a reused prefix is far quicker on any machine"
-    chat = lines[-4:]
+    assert [line["act"] for line in lines[-3:]] == ["shared", "restarted", "wiped"]
+    *shared, restarted, wiped = lines
+    chat = shared[-4:]
     assert [line["instance"] for line in chat] == ["A", "B", "A", "B"]
     assert all("host" in line["tier"] for line in chat[1:]), "each turn finds the other instance's turn in the node"
+    assert (restarted["instance"], wiped["instance"]) == ("A", "B")
+    assert set(restarted["tiers"]) == {"disk"}, "memory was empty, and the disk is nearer than Valkey"
+    assert set(wiped["tiers"]) == {"remote"}, "memory and disk were empty"
+    for line in (restarted, wiped):
+        assert line["reused_tokens"] > 1900
+        assert line["ttft_s"] < line["ttft_uncached_s"] / 2
     assert not left_behind(tmp_path)
     assert shared_memory() <= before
 

@@ -3,6 +3,7 @@
     first, second = served.engine(), served.engine()
     with served.paused(): ...          the node accepts and never answers
     gate = Gate(second, "scatter")     the next load stops before its copy, until `gate.open()`
+    below = Below(served, here=1)      all but the first chunk seems to be in a lower tier, until `below.came(...)`
 
 When the test is over nothing may be left: no ticket in the node, nothing tracked, pinned or queued in the engines.
 """
@@ -23,6 +24,7 @@ from headwater.config import NodeConfig
 from headwater.core.cache import Cache, Space
 from headwater.node.client import fetch_status
 from headwater.node.driver import Node
+from headwater.node.messages import Forget, Match, Matched
 from headwater.node.server import EmbeddedServer
 from tests.engines.harness import Engine, Shape
 
@@ -154,6 +156,8 @@ def leftovers(engine: Engine) -> dict[str, Any]:
         name: getattr(scheduling, name)
         for name in ("_tracked", "_loads", "_saves", "_pinned", "_loading", "_failed", "_owed")
     }
+    if len(scheduling._questions):
+        found["_questions"] = scheduling._questions
     for rank in range(len(engine.workers)):
         copying = copier(engine, rank)
         found |= {f"rank {rank}: {name}": getattr(copying, name) for name in ("_loads", "_saves", "_loading")}
@@ -185,6 +189,37 @@ class Gate:
     def reached(self) -> None:
         """Wait until a copy stands here."""
         assert self.entered.wait(WAIT_S)
+
+
+class Below:
+    """The node's answers as if only the first `here` chunks of what it holds were in its memory and the others came
+    from a lower tier: "wait", until the test says how many have come, as a last word or not."""
+
+    def __init__(self, served: Served, here: int = 0, tier: str = "disk") -> None:
+        assert served.embedded is not None
+        node = served.embedded.server.node
+        self.first, self.here, self.tier, self.waiting = here, here, tier, True
+        self.asked: list[Match] = []
+        self.forgotten: list[str] = []
+        self._handle = node.handle
+        node.handle = self._answer  # type: ignore[method-assign]
+
+    def came(self, chunks: int, *, waiting: bool = False) -> None:
+        self.here, self.waiting = chunks, waiting
+
+    def _answer(self, instance: str, request: Any) -> Any:
+        if isinstance(request, Forget):
+            self.forgotten += request.requests
+        if not isinstance(request, Match):
+            return self._handle(instance, request)
+        if request.request:
+            self.asked.append(request)
+        held = self._handle(instance, Match(request.space, request.keys, counts=False)).chunks
+        waits = bool(request.request and held and self.waiting)
+        if request.counts and not waits:
+            self._handle(instance, Match(request.space, request.keys, counts=True))
+        chunks = min(held, self.here)
+        return Matched(chunks, waits, **{self.tier: max(chunks - self.first, 0)})
 
 
 class Faults:

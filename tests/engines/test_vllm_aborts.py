@@ -169,9 +169,11 @@ SHAPES = {"dense": SMALL_STEPS, "window": Shape(max_batch_tokens=CHUNK, window_t
 
 
 @MODES
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "during_a_step"),
+    [*(pytest.param(shape, False, id=name) for name, shape in SHAPES.items()), (SMALL_STEPS, True)],
+)
 @pytest.mark.parametrize("state", STATES, ids=[it.__name__ for it in STATES])
-@pytest.mark.parametrize("during_a_step", [False, True], ids=["between steps", "during a step"])
 def test_abort(served, state, shape, during_a_step, mode) -> None:
     scene = Scene(served, mode, shape)
     engine = scene.engine

@@ -1,5 +1,6 @@
 """Without a configured node the engine brings its own, which leaves nothing behind."""
 
+import math
 import os
 import stat
 import threading
@@ -11,7 +12,8 @@ from headwater.config import runtime_dir
 from headwater.errors import ConfigError, ResourceError
 from tests.engines.harness import Engine, Shape
 from tests.engines.oracle import continuation
-from tests.engines.served import CHUNK, CONNECTOR, MODES, leftovers
+from tests.engines.served import CHUNK, CONNECTOR, MODES, eventually, leftovers
+from tests.engines.test_vllm_metrics import total
 from tests.engines.workload import check_outputs, words, workload
 
 EXTRA = {"host_memory": "16MiB", "chunk_tokens": CHUNK, "fingerprint": "test-model"}
@@ -56,6 +58,26 @@ def test_two_engines_in_one_process_share_nothing() -> None:
     second.add("b", words(130), max_tokens=5)
     second.run()
     assert second.loaded_tokens("b") == 128
+    second.close(leftovers)
+
+
+@MODES
+def test_an_engine_started_again_has_what_its_disk_kept(tmp_path, mode) -> None:
+    extra, prompt = {**EXTRA, "disk": f"{tmp_path}/kv:64MiB"}, words(130)
+    first = Engine(Shape(), CONNECTOR, extra, **mode)
+    first.add("a", prompt, max_tokens=5)
+    first.run()
+    disk = first.connector._embedded.server.node.tiering.levels[0].disk
+    eventually(lambda: disk.spaces and disk.spaces[0].stored_chunks == 128 // CHUNK, lambda: disk)
+    first.close(leftovers)
+    second = Engine(Shape(), CONNECTOR, extra, **mode)
+    # Endless patience: a busy machine may take longer than a request should wait.
+    second.connector._embedded.server.node.tiering.fetches._share = math.inf
+    second.add("b", prompt, max_tokens=5)
+    second.run()
+    assert second.outputs["b"] == continuation(prompt, 5)
+    assert second.loaded_tokens("b") == total(second)["disk_tokens"] == 128
+    assert total(second)["cut_waits"] == 0
     second.close(leftovers)
 
 

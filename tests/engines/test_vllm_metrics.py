@@ -145,16 +145,17 @@ def test_prometheus_shows_every_engine_with_the_right_sums(served, registry) -> 
             engine.run()
     prom = KVConnectorProm(engines[0].config, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
     for index, engine in enumerate(engines):
-        for it in engine.stats:
-            prom.observe(it, index)
+        for _ in range(2):
+            prom.observe(total(engine), index)
     for index, engine in enumerate(engines):
         labels, expected = {"model_name": "m", "engine": f"{index}"}, total(engine)
         for name in COUNTERS:
-            assert registry.get_sample_value(f"vllm:headwater_{name}_total", labels) == expected[name], name
+            assert registry.get_sample_value(f"vllm:headwater_{name}_total", labels) == 2 * expected[name], name
         for name in HISTOGRAMS:
             count = registry.get_sample_value(f"vllm:headwater_{name}_count", labels)
-            assert count == len(expected[name]), name
-            assert registry.get_sample_value(f"vllm:headwater_{name}_sum", labels) == pytest.approx(sum(expected[name]))
+            assert count == 2 * len(expected[name]), name
+            seconds = registry.get_sample_value(f"vllm:headwater_{name}_sum", labels)
+            assert seconds == pytest.approx(2 * sum(expected[name])), name
     assert registry.get_sample_value("vllm:headwater_loaded_bytes_total", {"model_name": "m", "engine": "1"}) > 0
 
 

@@ -258,10 +258,9 @@ def test_what_could_not_be_given_back_is_given_back_later(served, restarted, mod
         assert served.cache.unknown_tickets == 0
 
 
-@MODES
-def test_a_node_that_refuses(serve, mode) -> None:
+def test_a_node_that_refuses(serve) -> None:
     served = serve(require={"kv_dtype": "auto:bfloat16"})
-    engine = served.engine(DENSE, mode)
+    engine = served.engine()
     assert ask(engine, "a", words(130)) == 0
     refusal = decider(engine)._node.refusal
     assert (refusal.field, refusal.expected, refusal.given) == ("namespace.kv_dtype", "auto:bfloat16", "auto:float32")

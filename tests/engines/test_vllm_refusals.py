@@ -1,6 +1,7 @@
 """What the plug-in does not serve is refused at start, with the name of what is wrong and the remedy."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from headwater.engines.vllm import HeadwaterConnector, identity
 from headwater.engines.vllm.metadata import RankLayout
 from headwater.errors import ConfigError
-from headwater.types import HitRule
+from headwater.types import HitRule, KVLayout
 from tests.engines.served import CHUNK, CONNECTOR, DENSE
 from tests.engines.shape import make_config
 from tests.engines.vllm_names import KVConnectorRole, kv_cache_interface
@@ -157,3 +158,21 @@ def test_stages_may_have_different_numbers_of_layers() -> None:
     layers = {(0, 0): 3, (0, 1): 3, (1, 0): 2, (1, 1): 2}
     reported = {rank: RankLayout(**{**vars(MINE), "layers": (count,)}) for rank, count in layers.items()}
     assert identity.kv_layout(kv_cache(FULL), ranks, CHUNK, reported).groups[0].shard_layers == (3, 3, 2, 2)
+
+
+def test_what_a_lossy_codec_may_touch_is_part_of_the_layout() -> None:
+    ranks = identity.Ranks(tp=1, pp=1, replicas=1)
+    full = spec("FullAttentionSpec", head_size=8, num_kv_heads=2)
+    mine = replace(MINE, dtype="torch.bfloat16", block_bytes=(2 * 16 * 2 * 8 * 2,), layout="HND")
+
+    def layout(rank: RankLayout, lossy: str) -> KVLayout:
+        return identity.kv_layout(kv_cache(full), ranks, CHUNK, {(0, 0): rank}, lossy)
+
+    exact, lossy = layout(mine, "none"), layout(mine, "int8")
+    assert ([it.channels for it in exact.groups], [it.channels for it in lossy.groups]) == ([0], [8])
+    assert exact.fingerprint() != lossy.fingerprint()
+    assert layout(replace(mine, layout="NHD"), "int8").groups[0].channels == 16
+    with pytest.raises(ConfigError, match=r"int8 is for KV of bfloat16, float16, float32, this is torch\.uint8"):
+        layout(replace(mine, dtype="torch.uint8"), "int8")
+    with pytest.raises(ConfigError, match="blocks of 1000 bytes are not of whole heads"):
+        layout(replace(mine, block_bytes=(1000,)), "int8")

@@ -11,7 +11,7 @@ from tests.engines.oracle import continuation
 from tests.engines.served import Faults, LateCopies, Served, decider, eventually, intercept
 from tests.engines.workload import words
 
-RUNS = 40
+RUNS = 30
 QUICK = {"metadata_s": 0.2, "connect_s": 0.2, "load_s": 1.0}
 
 

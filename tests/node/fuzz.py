@@ -17,14 +17,22 @@ from headwater.node.messages import (
     Clear,
     Contains,
     Done,
+    Evict,
+    Explain,
+    Forget,
     Hello,
     Load,
     Match,
+    Namespaces,
+    Pin,
+    Pins,
+    Prefetch,
     Register,
     Release,
     Request,
     Reserve,
     Status,
+    Tiers,
     encode,
 )
 from headwater.types import HitRule, KVGroup, KVLayout, pack_keys
@@ -168,7 +176,9 @@ class Inputs:
 
     def _question(self) -> Request:
         if self.draw.random() < 0.5:
-            return Match(self._space(), self._packed(), self.draw.random() < 0.5)
+            request = self.draw.choice(("", "", "r", f"{self.draw.randrange(50)}", "x" * 1025, "\x00"))
+            rate = self.draw.choice((0.0, 1e4, -1.0, float("inf"), float("nan"), 1e308))
+            return Match(self._space(), self._packed(), self.draw.random() < 0.5, request, rate)
         return Contains(self._space(), self._packed())
 
     def _load(self) -> Request:
@@ -221,7 +231,20 @@ class Inputs:
         return Register(replace(namespace(groups=groups), **{field: value}), layout)
 
     def _rest(self) -> Request:
-        return Clear(self._space()) if self.draw.random() < 0.1 else Status()
+        root = self.draw.choice((namespace().root(), bytes(32), b"", b"x" * 100))
+        ttl_s = self.draw.choice((0.0, 1.0, -1.0, float("nan"), float("inf"), 1e308))
+        rest: tuple[Request, ...] = (
+            Clear(self._space(), self.draw.random() < 0.5),
+            Forget(tuple(f"{number}" for number in range(self.draw.randrange(5)))),
+            Prefetch(root, self._packed(), self.draw.random() < 0.9),
+            Evict(root, self._packed(), self.draw.random() < 0.5, self.draw.random() < 0.8),
+            Pin(root, self._packed(), self.draw.choice(("", "me", "x" * 5000)), ttl_s),
+            Explain(root, self._packed(), self.draw.choice(("", "", "1", "x" * 5000))),
+            Namespaces(),
+            Pins(),
+            Tiers(),
+        )
+        return self.draw.choice(rest) if self.draw.random() < 0.2 else Status()
 
 
 BIG: tuple[Callable[[], Request], ...] = (

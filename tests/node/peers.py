@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -158,11 +158,12 @@ class Peer:
 class ForkServer:
     """Starts peers; its own end is the end of all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "tests.node.peers") -> None:
+        """`module` has the roles, and calls `serve_orders` when it is run."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             root = Path(__file__).parents[2]
-            command = [sys.executable, "-m", "tests.node.peers", str(theirs.fileno())]
+            command = [sys.executable, "-m", module, str(theirs.fileno())]
             env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(Path(headwater.__file__).parents[1])])}
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=root, env=env)
         self._socket = ours
@@ -193,7 +194,8 @@ class ForkServer:
         self._process.wait()
 
 
-def _fork_server(descriptor: int) -> None:
+def serve_orders(descriptor: int, roles: Mapping[str, Any]) -> None:
+    """A fork server's life: fork a peer for each order, which names one of the roles."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the dead
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     orders = socket.socket(fileno=descriptor)
@@ -203,16 +205,16 @@ def _fork_server(descriptor: int) -> None:
             return
         if os.fork() == 0:
             orders.close()
-            _play(json.loads(order), Channel(socket.socket(fileno=descriptors[0])))
+            _play(roles, json.loads(order), Channel(socket.socket(fileno=descriptors[0])))
         os.close(descriptors[0])
 
 
-def _play(order: dict[str, Any], channel: Channel) -> None:
+def _play(roles: Mapping[str, Any], order: dict[str, Any], channel: Channel) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     whole = False
     try:
         channel.tell(os.getpid())
-        globals()[order["role"]](channel, **order["arguments"])
+        roles[order["role"]](channel, **order["arguments"])
         whole = True
     except BrokenPipeError:  # the test has seen enough
         whole = True
@@ -426,4 +428,4 @@ def hello(instance: str = "raw", *, maps: bool = False) -> bytearray:
 
 
 if __name__ == "__main__":
-    _fork_server(int(sys.argv[1]))
+    serve_orders(int(sys.argv[1]), globals())

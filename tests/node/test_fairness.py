@@ -121,7 +121,7 @@ def test_200_unfinished_frames_are_closed_in_time(
     eventually(lambda: rig.server.sessions == 201 and begun == sum(map(has_begun, rig.server._sessions.values())))
     rig.clock.moved_s += FRAME_S - 1
     for _ in range(5):
-        assert healthy.match(keys(5), counts=False) == 4
+        assert healthy.match(keys(5), counts=False).chunks == 4
     assert not any(is_closed(it) for it in bad), "not before"
     for it in late[::2]:
         if not is_closed(it):
@@ -129,7 +129,7 @@ def test_200_unfinished_frames_are_closed_in_time(
     more = sum(not PARTIAL[index % len(PARTIAL)] for index in range(0, 200, 4)) if not instance else 0
     eventually(lambda: begun + more <= sum(map(has_begun, rig.server._sessions.values())) + rig.server.protocol_errors)
     rig.clock.moved_s += 2
-    eventually(lambda: healthy.match(keys(5)) == 4 and rig.server.sessions == 1 + len(idle))
+    eventually(lambda: healthy.match(keys(5)).chunks == 4 and rig.server.sessions == 1 + len(idle))
     assert all(is_closed(it) for it in late)
     assert not any(is_closed(it) for it in idle), "a session with nothing to say may stay"
     assert rig.server.protocol_errors == len(late)
@@ -141,7 +141,7 @@ def test_a_frame_may_come_one_byte_at_a_time(rig: Rig, crowd: Crowd, healthy: Se
         for byte in hello() + encode(Register(namespace(), LAYOUT)) + encode(Match(0, pack_keys(keys(5)), False)):
             it.sendall(bytes([byte]))
         eventually(lambda: b"\x06\x04" in it.recv(1 << 16, socket.MSG_PEEK))
-    assert healthy.match(keys(5)) == 4
+    assert healthy.match(keys(5)).chunks == 4
 
 
 @pytest.mark.parametrize("excess", [0, 1, 2**32 - 1 - FRAME_BYTES_MAX])
@@ -155,7 +155,7 @@ def test_a_frame_that_is_announced_too_long_is_not_waited_for(
     else:
         eventually(lambda: any(map(has_begun, rig.server._sessions.values())))
     assert rig.server.protocol_errors == bool(excess)
-    assert healthy.match(keys(5)) == 4
+    assert healthy.match(keys(5)).chunks == 4
 
 
 def test_many_frames_may_come_at_once(rig: Rig, crowd: Crowd, healthy: Session) -> None:
@@ -247,7 +247,7 @@ def test_a_client_gone_while_its_frames_wait_is_forgotten(rig: Rig, crowd: Crowd
     bad.close()
     gone.set()
     eventually(lambda: rig.server.sessions == 1)
-    assert healthy.match(keys(5)) == 4
+    assert healthy.match(keys(5)).chunks == 4
     assert not rig.server._backlog
 
 
@@ -265,10 +265,10 @@ def test_a_client_that_reads_nothing_is_not_answered_without_end(rig: Rig, crowd
             except BlockingIOError:
                 if most >= PENDING_BYTES_MAX and sent > 1 << 18:
                     break
-            assert healthy.match(keys(5)) == 4
+            assert healthy.match(keys(5)).chunks == 4
             most = max(most, len(session.pending))
         for _ in range(50):
-            assert healthy.match(keys(5)) == 4
+            assert healthy.match(keys(5)).chunks == 4
         assert PENDING_BYTES_MAX <= most < PENDING_BYTES_MAX + 65_536
         assert len(session.received) < 1 << 19
         handled = rig.server.calls["Status"]
@@ -276,7 +276,7 @@ def test_a_client_that_reads_nothing_is_not_answered_without_end(rig: Rig, crowd
             healthy.match(keys(5))
         assert rig.server.calls["Status"] == handled, "nothing more is done for it"
         rig.clock.moved_s += FRAME_S + 1
-        eventually(lambda: healthy.match([]) == 0 and rig.server.sessions == 1)
+        eventually(lambda: healthy.match([]).chunks == 0 and rig.server.sessions == 1)
 
 
 def test_a_client_that_reads_again_gets_all_its_answers(rig: Rig, crowd: Crowd, healthy: Session) -> None:
@@ -286,7 +286,7 @@ def test_a_client_that_reads_again_gets_all_its_answers(rig: Rig, crowd: Crowd, 
         sender = threading.Thread(target=bad.sendall, args=(b"".join(encode(Status()) for _ in range(count)),))
         sender.start()
         eventually(lambda: len(session.pending) >= PENDING_BYTES_MAX)
-        assert healthy.match(keys(5)) == 4
+        assert healthy.match(keys(5)).chunks == 4
         assert len(read_replies(bad, count)) == count
         sender.join()
         eventually(lambda: not session.pending)
@@ -300,7 +300,7 @@ def test_a_client_gone_with_unread_answers_is_forgotten(rig: Rig, crowd: Crowd, 
             bad.sendall(b"".join(encode(Contains(0, bytes(16 * 4096))) for _ in range(3)))
             bad.setblocking(False)
     eventually(lambda: rig.server.sessions == 1)
-    assert healthy.match(keys(5)) == 4
+    assert healthy.match(keys(5)).chunks == 4
     assert not rig.server._backlog
 
 
@@ -332,7 +332,7 @@ def test_out_of_descriptors_the_node_serves_whom_it_has_and_does_not_spin(
         waiting.sendall(hello())
         eventually(lambda: tries == 1)
         for _ in range(200):
-            assert healthy.match(keys(5)) == 4
+            assert healthy.match(keys(5)).chunks == 4
         assert tries <= 2, "each try is a line in the log and a turn of the loop"
         full = False
         rig.clock.moved_s += 1
@@ -351,10 +351,10 @@ def test_a_node_without_descriptors_recovers_by_itself(peers: ForkServer, tmp_pa
     for _ in range(20):
         crowd.connected().sendall(hello("crowd", maps=True))
     for _ in range(100):
-        assert healthy.match(keys(1)) == 0
+        assert healthy.match(keys(1)).chunks == 0
     crowd.close()
     eventually(lambda: open_and_close(address))
-    assert healthy.match(keys(1)) == 0
+    assert healthy.match(keys(1)).chunks == 0
     healthy.close()
 
 
@@ -389,10 +389,10 @@ def test_512_engines_that_reserve_the_same_chunks_at_once(big: Rig) -> None:
             assert places == (ABSENT,) * 8
     assert len(writers) == 1, "exactly one writes"
     assert big.cache.pool.taken_slots == 8
-    assert sessions[-1].match(wanted) == 0
+    assert sessions[-1].match(wanted).chunks == 0
     writer, ticket = writers[0]
     writer.done(ticket)
-    assert {it.match(wanted) for it in sessions} == {8}
+    assert {it.match(wanted).chunks for it in sessions} == {8}
 
 
 def test_512_engines_that_want_different_heads_of_one_prompt(big: Rig) -> None:
@@ -411,7 +411,7 @@ def test_512_engines_that_want_different_heads_of_one_prompt(big: Rig) -> None:
         if reply.ticket:
             it.done(reply.ticket)
     assert len(written) == len(set(written)) == 64
-    assert sessions[0].match(wanted) == 64
+    assert sessions[0].match(wanted).chunks == 64
 
 
 def test_a_full_node_saves_a_shorter_prefix(config: NodeConfig) -> None:
@@ -423,7 +423,7 @@ def test_a_full_node_saves_a_shorter_prefix(config: NodeConfig) -> None:
         assert two.reserve(keys(3, "other")).covered == 0, "what is being written is not evicted"
         one.done(got.ticket)
         assert two.reserve(keys(3, "other")).covered == 3
-        assert one.match(keys(200)) == 125
+        assert one.match(keys(200)).chunks == 125
         assert fetch_status(rig.address)["host"]["taken_bytes"] == 1 << 20
     finally:
         rig.close()

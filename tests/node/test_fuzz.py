@@ -61,7 +61,7 @@ def unharmed(node: Peer, healthy: Session) -> Iterator[None]:
 
 def settled(node: Peer, healthy: Session) -> int:
     """Wait until the node has only its honest client; its descriptors."""
-    eventually(lambda: fetch_status(path_of(healthy))["tickets"] == {"load": 0, "save": 0})
+    eventually(lambda: not any(fetch_status(path_of(healthy))["tickets"].values()))
     assert answers(healthy) < ANSWER_S
     counts: list[int] = []
 
@@ -202,20 +202,20 @@ def test_messages_with_absurd_values(address: str, healthy: Session, seed: int) 
     print(f"seed {seed}")
     inputs = Inputs(seed + 3)
     judged = 0
-    while judged < 70_000:
+    while judged < 35_000:
         judged += converse(address.removeprefix("unix:"), inputs, 7000, lambda: bytes(encode(inputs.hostile())))
         assert answers(healthy) < ANSWER_S
     state = fetch_status(address)
     space = state["namespaces"][0]
-    assert space["stored_chunks"] > 1000, "much of it was good enough to be served"
+    assert space["stored_chunks"] > 500, "much of it was good enough to be served"
     assert space["evicted_bytes"] > 0
-    assert space["failed_chunks"] > 100
+    assert space["failed_chunks"] > 50
 
 
 def test_messages_as_large_as_can_be(address: str, healthy: Session, seed: int) -> None:
     print(f"seed {seed}")
     inputs = Inputs(seed + 4)
-    for _ in range(6):
+    for _ in range(3):
         for _ in range(15):
             shout(address.removeprefix("unix:"), inputs.big)
         assert answers(healthy) < ANSWER_S

@@ -93,7 +93,7 @@ def test_sessions_of_an_instance_agree_in_every_field_of_the_namespace(rig: Rig,
     error = refused(lambda: Session(link, changed, LAYOUT))
     assert error.field == f"namespace.{field}"
     assert (error.expected, error.given) == (getattr(namespace(), field), "other")
-    assert Session(link, namespace(), LAYOUT).match(keys(1)) == 0, "the session stays usable"
+    assert Session(link, namespace(), LAYOUT).match(keys(1)).chunks == 0, "the session stays usable"
 
 
 @pytest.mark.parametrize("other", OTHER_LAYOUTS)
@@ -105,18 +105,18 @@ def test_sessions_of_an_instance_agree_in_the_layout(rig: Rig, other: str) -> No
     assert error.field in ("layout.chunk_tokens", "layout.groups")
     assert error.expected == str(getattr(LAYOUT, error.field.removeprefix("layout.")))
     assert error.given == str(getattr(layout, error.field.removeprefix("layout.")))
-    assert Session(link, namespace(), LAYOUT).match(keys(1)) == 0, "the session stays usable"
+    assert Session(link, namespace(), LAYOUT).match(keys(1)).chunks == 0, "the session stays usable"
 
 
 def test_instances_with_other_layouts_or_namespaces_share_nothing(rig: Rig) -> None:
     first = rig.session("a")
     first.done(first.reserve(keys(3)).ticket)
-    assert first.match(keys(3)) == 3
+    assert first.match(keys(3)).chunks == 3
     for index, layout in enumerate(OTHER_LAYOUTS.values()):
-        assert rig.session(f"layout-{index}", layout=layout).match(keys(3)) == 0
+        assert rig.session(f"layout-{index}", layout=layout).match(keys(3)).chunks == 0
     for field in ("model", "kv_dtype", "layout", "parallel", "adapter", "tenant", "salt"):
-        assert rig.session(f"other-{field}", namespace(**{field: "other"})).match(keys(3)) == 0
-    assert rig.session("b").match(keys(3)) == 3
+        assert rig.session(f"other-{field}", namespace(**{field: "other"})).match(keys(3)).chunks == 0
+    assert rig.session("b").match(keys(3)).chunks == 3
 
 
 def test_groups_must_be_the_fingerprint_of_the_layout(rig: Rig) -> None:
@@ -136,7 +136,7 @@ def test_node_require_admits_only_its_values(config: NodeConfig) -> None:
         assert (error.field, error.expected, error.given) == ("namespace.kv_dtype", "fp8", "bf16")
         error = refused(lambda: Session(link, namespace(kv_dtype="fp8"), LAYOUT))
         assert (error.field, error.expected, error.given) == ("namespace.tenant", "blue", "")
-        assert Session(link, namespace(kv_dtype="fp8", tenant="blue"), LAYOUT).match(keys(1)) == 0
+        assert Session(link, namespace(kv_dtype="fp8", tenant="blue"), LAYOUT).match(keys(1)).chunks == 0
         assert fetch_status(rig.address)["refused"] == 2
     finally:
         rig.close()
@@ -221,7 +221,7 @@ def test_another_instances_handle_is_no_handle(rig: Rig) -> None:
         with pytest.raises(UnavailableError):
             stranger.call(Match(0, b"", False), Registered)
         assert closed_by_node(stranger)
-    assert session.match(keys(1)) == 0
+    assert session.match(keys(1)).chunks == 0
 
 
 def closed_by_node(link: Link) -> bool:

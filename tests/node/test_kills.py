@@ -59,10 +59,10 @@ def test_killed_while_saving(rig: Rig, peers: ForkServer, point: str) -> None:
         rig.quiet(FREE_S)
         wanted = keys(CHUNKS, name)
         if point == "done":
-            assert healthy.match(wanted) == CHUNKS
+            assert healthy.match(wanted).chunks == CHUNKS
             assert not held_wrong(healthy, [name], CHUNKS)
             continue
-        assert healthy.match(wanted) == 0, "nothing half-written is visible"
+        assert healthy.match(wanted).chunks == 0, "nothing half-written is visible"
         assert healthy.contains(wanted) == [False] * CHUNKS
         again = healthy.reserve(wanted)
         assert ABSENT not in again.addresses[0], "another writer may have them at once"
@@ -80,11 +80,11 @@ def test_killed_while_loading(rig: Rig, peers: ForkServer, point: str) -> None:
         victim = peers.start(loader, address=rig.address, instance="victim", name=f"{turn}", count=CHUNKS, point=point)
         assert victim.hear() == point
         if point != "done":
-            assert healthy.clear() == 0, "it is being read"
+            assert healthy.clear().deleted == 0, "it is being read"
         victim.kill()
         rig.quiet(FREE_S)
-        assert healthy.match(wanted) == CHUNKS
-        assert healthy.clear() == CHUNKS, "nobody holds it any more"
+        assert healthy.match(wanted).chunks == CHUNKS
+        assert healthy.clear().deleted == CHUNKS, "nobody holds it any more"
     assert not rig.cache.expired_loads, "freed by the death and not by the deadline"
 
 

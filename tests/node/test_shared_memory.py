@@ -54,7 +54,8 @@ class Raw:
         self.socket.connect(address.removeprefix("unix:"))
         self.socket.sendall(hello(instance, maps=True))
         _, found, _, _ = socket.recv_fds(self.socket, 1 << 16, 8)
-        self.segment, self.lifeline = found
+        self.segment, table, self.lifeline = found
+        os.close(table)
         self.space = self.call(Register(namespace(), LAYOUT), Registered).space
 
     def call(self, message: Message, kind: type[R]) -> R:
@@ -161,8 +162,8 @@ def test_a_failed_handshake_leaks_no_descriptor(rig: Rig, monkeypatch: pytest.Mo
     lies = [
         (ProtocolError, lambda it: Welcome(PROTOCOL + 1, it.version, it.node, it.epoch, it.segments_bytes)),
         (ProtocolError, lambda it: Welcome(PROTOCOL, it.version, it.node, it.epoch, it.segments_bytes * 2)),
-        (ResourceError, lambda it: Welcome(PROTOCOL, it.version, it.node, it.epoch, (1 << 40,))),
-        (ResourceError, lambda it: Welcome(PROTOCOL, it.version, it.node, it.epoch, (-1,))),
+        (ResourceError, lambda it: Welcome(PROTOCOL, it.version, it.node, it.epoch, (1 << 40, it.segments_bytes[1]))),
+        (ResourceError, lambda it: Welcome(PROTOCOL, it.version, it.node, it.epoch, (-1, it.segments_bytes[1]))),
     ]
     for kind, lie in lies:
         monkeypatch.setattr(rig.node, "welcome", lambda hello, lie=lie: lie(honest(hello)))
@@ -187,7 +188,7 @@ def test_memory_counts_as_in_use_until_the_lifeline_ends(rig: Rig, raw: Raw) -> 
     assert other.reserve(keys(3, "x")).addresses[0] == (ABSENT,) * 3, "and these keys are still its own to write"
 
     rig.clock.moved_s += rig.node.config.save_lease_s + 1
-    eventually(lambda: other.match([]) == 0 and rig.cache.expired_saves == 1)
+    eventually(lambda: other.match([]).chunks == 0 and rig.cache.expired_saves == 1)
     assert len(rig.cache.tickets) == 1, "a late writer may still write there"
     again = other.reserve(keys(3, "x"))
     assert again.covered == 3
@@ -204,9 +205,9 @@ def test_another_rank_of_the_instance_can_end_the_quarantine(rig: Rig, raw: Raw)
     raw.socket.close()
     rig.clock.moved_s += rig.node.config.save_lease_s + 1
     rank = rig.session("raw")
-    eventually(lambda: rank.match([]) == 0 and rig.cache.expired_saves == 1)
+    eventually(lambda: rank.match([]).chunks == 0 and rig.cache.expired_saves == 1)
     assert rank.done(ticket)
-    assert rank.match(keys(3, "x")) == 0, "too late to commit"
+    assert rank.match(keys(3, "x")).chunks == 0, "too late to commit"
     assert rig.cache.pool.taken_slots == 0
 
 
@@ -215,7 +216,7 @@ def test_the_other_rank_may_not_be_another_instance(rig: Rig, raw: Raw) -> None:
     thief = rig.session("thief")
     assert not thief.done(ticket)
     assert thief.release([ticket]) == 0
-    assert thief.match(keys(3, "x")) == 0
+    assert thief.match(keys(3, "x")).chunks == 0
     assert rig.cache.unknown_tickets == 2
     assert len(rig.cache.tickets) == 1
 
@@ -258,7 +259,7 @@ def test_a_view_in_use_keeps_the_lifeline_when_the_session_closes(rig: Rig) -> N
     view[:] = b"\xff" * SLOT_BYTES
     del view
     rig.quiet(1.0)
-    assert other.match(keys(1)) == 0
+    assert other.match(keys(1)).chunks == 0
 
 
 def test_lifelines_are_bounded_like_sessions(config: NodeConfig) -> None:
@@ -271,7 +272,7 @@ def test_lifelines_are_bounded_like_sessions(config: NodeConfig) -> None:
         eventually(lambda: rig.server.sessions == 0)
         with pytest.raises(RefusedError, match=r"node\.max_sessions=4"):
             rig.link("one-more", maps=True)
-        assert rig.session("plain").match([]) == 0
+        assert rig.session("plain").match([]).chunks == 0
         os.close(held[0].lifeline)
         eventually(lambda: len(rig.server._lifelines) == 3)
         rig.link("now", maps=True)
@@ -291,7 +292,7 @@ def test_sessions_are_bounded(config: NodeConfig) -> None:
             rig.link("one-more")
         links[0].close()
         eventually(lambda: rig.server.sessions == 2)
-        assert Session(rig.link("now"), namespace(), LAYOUT).match([]) == 0
+        assert Session(rig.link("now"), namespace(), LAYOUT).match([]).chunks == 0
     finally:
         rig.close()
 
@@ -305,7 +306,7 @@ def test_the_memory_of_a_stopped_node_stays_readable_for_those_who_map_it(config
     memory = mapped(session)
     rig.server.stop()
     with pytest.raises(HeadwaterError):
-        eventually(lambda: session.match(wanted) < 0)
+        eventually(lambda: session.match(wanted).chunks < 0)
     assert bytes(memory.view(place, SLOT_BYTES)) == payload(wanted[0], 3), "a copy may be under way"
     session.close()
     with pytest.raises(IndexError):

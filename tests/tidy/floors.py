@@ -14,18 +14,27 @@ FLOORS: dict[str, float] = {
     "types": 0,
     "errors": 0,
     "values": 0,
+    "places": 0,
     "version": 0,
     "config": 0,
     "ports": 0,
+    "enginetimes": 0,
+    "fleet": 0,
     "core": 1,
     "_kernels": 2,
+    "traces": 2,  # recorded workloads
     "tiers": 2.5,
     "transports": 2.5,
+    "directory": 2.7,  # kept by servers whose protocol `tiers` speaks
     "node": 3,
     "conductor": 3,
     "sim": 3,
     "engines": 4,
     "client": 4,  # for programs that are no engine
+    "transfer": 4,  # the Transfer Engine alone
+    "store": 4.5,  # objects in the nodes' memory
+    "plan": 4,  # what a fleet needs, by formulas and by simulation
+    "calibrate": 4,  # a real engine's step times
     "bench": 5,
     "demo": 5,
     "doctor": 5,
@@ -38,7 +47,7 @@ FLOORS: dict[str, float] = {
 FREE_AMONG_THEMSELVES = {0, 5}
 
 # What the core may use of the world: of floor 0 the nouns, of Python what neither waits, draws, reads nor writes.
-CORE_UNITS = {"types", "errors", "ports", "core"}
+CORE_UNITS = {"types", "errors", "ports", "fleet", "enginetimes", "core"}
 CORE_MODULES = {
     "__future__", "abc", "array", "bisect", "collections", "copy", "dataclasses", "enum", "functools", "hashlib",
     "heapq", "itertools", "math", "operator", "struct", "sys", "types", "typing",
@@ -50,15 +59,25 @@ OUTSIDE: dict[str, set[str]] = {
     "msgspec": set(FLOORS) - {"core"},
     "prometheus_client": {"metrics", "engines"},
     "rich": {"cli", "demo", "doctor", "bench"},
+    "yaml": {"sim", "traces", "plan", "calibrate", "cli"},
     "torch": {"engines", "bench"},
     "vllm": {"engines"},
-    "transformers": {"engines", "demo"},
+    "transformers": {"engines", "demo", "cli"},
+    "jinja2": {"cli"},  # the errors of chat templates
     "huggingface_hub": {"engines"},
-    "matplotlib": {"bench"},
+    "matplotlib": {"bench", "cli"},
+    "xxhash": {"_kernels", "tiers", "transports"},
+    "nixl_cu12": {"transports"},
+    "obstore": {"tiers"},
+    "zstandard": {"tiers"},
+    "cryptography": {"tiers"},
 }
 
 # Packages that may be missing, or cost seconds to import: the only ones that a function may import.
-OPTIONAL = {"torch", "vllm", "transformers", "huggingface_hub", "matplotlib", "prometheus_client"}
+OPTIONAL = {
+    "torch", "vllm", "transformers", "jinja2", "huggingface_hub", "matplotlib", "prometheus_client",
+    "obstore", "zstandard", "cryptography", "nixl_cu12",
+}  # fmt: skip
 # Our own modules that need one of those at their top; commands import them when the command is given.
 NEEDS_OPTIONAL = ("headwater.engines", "headwater.bench")
 

@@ -21,7 +21,7 @@ def longest_function(source: Source) -> tuple[int, str]:
 def main() -> None:
     """Print the report."""
     folders: dict[str, list[int]] = defaultdict(list)
-    sources = python_files("src", "tests", "scripts", "examples")
+    sources = python_files("src", "tests", "scripts", "examples", "benchmarks")
     for source in sources:
         folders["/".join(source.path.split("/")[:-1])].append(code_lines(source))
     print(f"{'lines':>7} {'files':>6}  folder")

@@ -12,10 +12,10 @@ Rule = Callable[[Source], Iterable[Finding]]
 # Each rule with the folders that it holds for, and what is allowed all the same.
 RULES: dict[Rule, tuple[tuple[str, ...], dict[str, str]]] = {
     bans.check_env: (("src",), {}),
-    bans.check_global: (("src", "scripts", "tests"), {}),
+    bans.check_global: (("src", "scripts", "benchmarks", "tests"), {}),
     bans.check_kwargs: (("src",), {}),
-    bans.check_broad_except: (("src", "scripts"), bans.BROAD_EXCEPT_ALLOWED),
-    bans.check_unsafe: (("src", "scripts"), {}),
+    bans.check_broad_except: (("src", "scripts", "benchmarks"), bans.BROAD_EXCEPT_ALLOWED),
+    bans.check_unsafe: (("src", "scripts", "benchmarks"), {}),
     bans.check_hash: (("src",), {}),
     bans.check_docstrings: (("src",), {}),
     bans.check_sleep: (("tests",), bans.SLEEP_ALLOWED),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.tidy.source import ROOT, Finding
 
-FOLDERS = ("src", "tests", "scripts", "docs", "examples", "requirements", ".ci")
+FOLDERS = ("src", "tests", "scripts", "docs", "examples", "benchmarks", "requirements", ".ci")
 SUFFIXES = {"", ".py", ".pyi", ".c", ".h", ".md", ".toml", ".lock", ".json", ".txt", ".in", ".sh", ".html", ".js"}
 # These two spell out what they forbid.
 SPARED = {"tests/tidy/words.py", "tests/tidy/test_words.py"}
