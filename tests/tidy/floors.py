@@ -23,6 +23,7 @@ FLOORS: dict[str, float] = {
     "core": 1,
     "_kernels": 2,
     "traces": 2,  # recorded workloads
+    "fleetfile": 2,  # what is to be run
     "tiers": 2.5,
     "transports": 2.5,
     "directory": 2.7,  # kept by servers whose protocol `tiers` speaks
@@ -35,6 +36,7 @@ FLOORS: dict[str, float] = {
     "store": 4.5,  # objects in the nodes' memory
     "plan": 4,  # what a fleet needs, by formulas and by simulation
     "calibrate": 4,  # a real engine's step times
+    "up": 4,  # a whole fleet on one host, or as manifests
     "bench": 5,
     "demo": 5,
     "doctor": 5,
@@ -59,11 +61,16 @@ OUTSIDE: dict[str, set[str]] = {
     "msgspec": set(FLOORS) - {"core"},
     "prometheus_client": {"metrics", "engines"},
     "rich": {"cli", "demo", "doctor", "bench"},
-    "yaml": {"sim", "traces", "plan", "calibrate", "cli"},
+    "yaml": {"sim", "traces", "plan", "calibrate", "cli", "fleetfile", "up"},
+    "aiohttp": {"conductor"},
+    "httptools": {"conductor", "bench"},
+    "uvloop": {"conductor", "bench"},
+    "zmq": {"conductor"},
+    "tokenizers": {"conductor"},
     "torch": {"engines", "bench"},
     "vllm": {"engines"},
     "transformers": {"engines", "demo", "cli"},
-    "jinja2": {"cli"},  # the errors of chat templates
+    "jinja2": {"cli", "conductor"},  # chat templates
     "huggingface_hub": {"engines"},
     "matplotlib": {"bench", "cli"},
     "xxhash": {"_kernels", "tiers", "transports"},
@@ -76,10 +83,10 @@ OUTSIDE: dict[str, set[str]] = {
 # Packages that may be missing, or cost seconds to import: the only ones that a function may import.
 OPTIONAL = {
     "torch", "vllm", "transformers", "jinja2", "huggingface_hub", "matplotlib", "prometheus_client",
-    "obstore", "zstandard", "cryptography", "nixl_cu12",
+    "obstore", "zstandard", "cryptography", "nixl_cu12", "aiohttp", "httptools", "uvloop", "zmq", "tokenizers",
 }  # fmt: skip
 # Our own modules that need one of those at their top; commands import them when the command is given.
-NEEDS_OPTIONAL = ("headwater.engines", "headwater.bench")
+NEEDS_OPTIONAL = ("headwater.engines", "headwater.bench", "headwater.conductor")
 
 
 def target_modules(found: Import, known: set[str]) -> list[str]:

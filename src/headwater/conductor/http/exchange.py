@@ -1,0 +1,124 @@
+"""What the two sides of HTTP look like to those between them. All calls are made in the worker's loop, none waits.
+
+    server ── Request ──► app ── Exchange.answer / start, send, end
+    app ── Upstreams.call ──► instance ──► Sink.head, data ..., end | lost
+
+Nothing is called after `end`, `lost`, `abort` or `Listener.gone`; calls that come too late do nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, TypeAlias
+
+Headers: TypeAlias = list[tuple[bytes, bytes]]
+"""Names in lower case."""
+
+
+class Request(NamedTuple):
+    """A whole request, within the limits. `path` and `query` are as they were sent, not decoded."""
+
+    method: str
+    path: str
+    query: str
+    headers: Headers
+    body: bytes
+    peer: str
+    """The client's address, as text."""
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first header of that name (lower case)."""
+        for known, value in self.headers:
+            if known == name:
+                return value
+        return None
+
+
+class Listener(Protocol):
+    """Who wants to know what becomes of the client."""
+
+    def gone(self) -> None:
+        """The client has left; nothing can be sent any more."""
+
+    def full(self) -> None:
+        """The client reads more slowly than we send: send no more until `drained`."""
+
+    def drained(self) -> None:
+        """It has read what there was."""
+
+
+class Exchange(Protocol):
+    """One request and its answer."""
+
+    request: Request
+    started: bool
+    """Whether anything of the answer was sent."""
+    closed: bool
+    """The answer has ended, or the client has left."""
+
+    def watch(self, listener: Listener | None) -> None:
+        """Tell this one from now on; at once if the client is gone already."""
+
+    def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """The whole answer. Content-Length, Date and Connection are the server's business."""
+
+    def start(self, status: int, headers: Headers) -> None:
+        """Begin an answer whose length is not known."""
+
+    def send(self, data: bytes) -> None:
+        """More of its body."""
+
+    def end(self) -> None:
+        """The end of its body."""
+
+    def abort(self) -> None:
+        """Cut the connection, so that nobody takes what was sent for a whole answer."""
+
+
+class Origin(NamedTuple):
+    """Where an instance listens."""
+
+    host: str
+    port: int
+    tls: bool = False
+
+
+class Sink(Protocol):
+    """Who takes an instance's answer."""
+
+    def head(self, status: int, headers: Headers) -> None:
+        """Status and headers; hop-by-hop headers are already taken out."""
+
+    def data(self, data: bytes) -> None:
+        """A piece of the body, without its framing."""
+
+    def end(self) -> None:
+        """The body is complete."""
+
+    def lost(self, why: str, *, sent: bool) -> None:
+        """It did not come to an end: `why` in a word or two (refused, connect, closed, silent, late, malformed).
+        `sent` tells whether the instance may have seen the request."""
+
+
+class Call(Protocol):
+    """A request that is under way at an instance."""
+
+    def pause(self) -> None:
+        """Read no more for now."""
+
+    def resume(self) -> None:
+        """Read on."""
+
+    def abort(self) -> None:
+        """We want no more of it: the connection is closed, so that the instance stops. `Sink` is not called again."""
+
+
+class Upstreams(Protocol):
+    """Connections to instances, kept open between requests."""
+
+    def call(
+        self, origin: Origin, method: str, path: str, headers: Headers, body: bytes, sink: Sink, *, first_s: float
+    ) -> Call:
+        """Send a request. `first_s` is how long the instance may take until it begins to answer."""
+
+    def close(self, origin: Origin) -> None:
+        """An instance is gone: close its idle connections."""

@@ -1,0 +1,147 @@
+"""A request on its way through the Conductor: what was asked, what was decided, what came of it.
+
+app makes it ──► tokens fills ids ──► brain fills lenses, ask, choice ──► relay counts what comes ──► brain.finished
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from headwater.conductor.http.exchange import Exchange
+from headwater.fleet import Ask, Choice, Held
+from headwater.fleetfile.model import TenantSpec
+
+
+class Kind(StrEnum):
+    """Which of OpenAI's interfaces."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+
+
+class BadRequest(Exception):
+    """What a client sent cannot be used: becomes OpenAI's error body. `param` names the field; `message` names what was
+    expected, and quotes nothing of a prompt."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status, self.code = message, param, status, code
+
+
+@dataclass(slots=True)
+class Parsed:
+    """A body that was read and checked."""
+
+    kind: Kind
+    fields: dict[str, Any]
+    """All of it; keys that we do not know are the engine's business."""
+    model: str
+    stream: bool = False
+    n: int = 1
+    ids: Sequence[int] | None = None
+    """A completion's prompt that came as token ids."""
+    text: str | None = None
+    """A completion's prompt that came as text. Neither: chat, or several prompts in one request."""
+    salt: str = ""
+    """The client's own `cache_salt`."""
+    priority: int = 0
+    max_tokens: int | None = None
+    session: str = ""
+    media: bool = False
+    """Images or sound, which are not counted in tokens here."""
+    include_usage: bool = False
+    wants_ids: bool = False
+    """The client itself asked for `return_token_ids`."""
+
+
+class How(StrEnum):
+    """How a prompt's tokens were found."""
+
+    GIVEN = "given"
+    KNOWN = "known"
+    """The same text was tokenised lately."""
+    LOCAL = "local"
+    ENGINE = "engine"
+    NONE = "none"
+    """They are not known; the request is routed by load. Counted, with a reason."""
+
+
+class Tokenised(NamedTuple):
+    """The prompt's ids, None if they are not known; `reason` says why not, in a word."""
+
+    ids: Sequence[int] | None
+    how: How
+    reason: str = ""
+    seconds: float = 0.0
+
+
+class Lens(NamedTuple):
+    """A request's keys under one (root, tokens per key)."""
+
+    keys: Sequence[bytes]
+    tokens: int
+
+
+class Phase(StrEnum):
+    """How far a request has come."""
+
+    ARRIVED = "arrived"
+    WAITING = "waiting"
+    SENT = "sent"
+    ANSWERING = "answering"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class Job:
+    """One request. Times are of the loop's clock (time.monotonic)."""
+
+    id: str
+    exchange: Exchange
+    tenant: TenantSpec
+    parsed: Parsed
+    arrived_s: float
+    salt: str = ""
+    """What engines get as `cache_salt`; '' for none."""
+    tokenised: Tokenised | None = None
+    lenses: Sequence[Lens] = ()
+    held: Held = field(default_factory=dict)
+    ask: Ask | None = None
+    choice: Choice | None = None
+    phase: Phase = Phase.ARRIVED
+    tries: int = 0
+    """How many instances it was sent to."""
+    routed_s: float = 0.0
+    first_s: float = 0.0
+    ended_s: float = 0.0
+    answered_tokens: int = 0
+    cached_tokens: int | None = None
+    """What the engine says that it did not have to compute, if it says so."""
+    lost: list[str] = field(default_factory=list)
+    """Instances that it was lost with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request is not served: an HTTP status, OpenAI's words, and when to come back."""
+
+    status: int
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class Target(NamedTuple):
+    """Where a job is sent next. `prefill` differs from `decode` in fleets with roles."""
+
+    prefill: int
+    decode: int
+    headers: Mapping[bytes, bytes]
+    """x-headwater-...: the instance's name and what is reused from where."""
+
+
+Sent = Callable[[Target], None]
+Refused = Callable[[Refusal], None]
