@@ -23,8 +23,8 @@ setup:  ## .venv with vLLM's CPU build and headwater, and the real model in .cac
 	@python3 scripts/setup_env.py --python "$(PYTHON)"
 
 test: setup  ## all tests, JOBS at a time; then, one by one, those that need the machine for themselves, real engines last
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (alone or engine)" $(ARGS)$(NONE)
-	$(BIN)/python -m pytest -m "alone or engine" $(ARGS)$(NONE)
+	$(BIN)/python -m tests.steady -n $(JOBS) --dist worksteal -m "not (alone or engine)" $(ARGS)$(NONE)
+	$(BIN)/python -m tests.steady -m "alone or engine" $(ARGS)$(NONE)
 
 soak: setup  ## hours: the disk's crash loop and the simulators, many times longer (ROUNDS=20000)
 	HEADWATER_TEST_SOAK_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest -q --timeout=0 tests/tiers/test_disk_faults.py -k crash
