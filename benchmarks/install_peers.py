@@ -1,6 +1,6 @@
 """Install the systems that `headwater bench` compares with, each into an environment of its own in `.cache/peers`.
 
-    .venv/bin/python benchmarks/install_peers.py [lmcache] [mooncake] [nixl] [dynamo]
+    .venv/bin/python benchmarks/install_peers.py [lmcache] [mooncake] [nixl] [dynamo] [vllm-router]
 
 Without names all of them. LMCache and NIXL ask for CUDA packages that their parts for CPUs do not need, so each and the
 few packages that it does need are installed without their dependencies; torch, numpy and the rest are those of `.venv`,
@@ -84,7 +84,19 @@ from dynamo._core import RadixTree, run_mocker_trace_replay
 print(version("ai-dynamo-runtime"))
 """,
 )
-ALL = {it.name: it for it in (LMCACHE, MOONCAKE, NIXL, DYNAMO)}
+ROUTER = Peer(
+    "vllm-router",
+    "vllm_router",
+    "0.1.17",
+    ("vllm-router==0.1.17", "setproctitle==1.3.7", "orjson==3.11.4"),
+    """
+from importlib.metadata import version
+from vllm_router.router import Router
+import vllm_router.launch_router
+print(version("vllm-router"))
+""",
+)
+ALL = {it.name.replace("_", "-"): it for it in (LMCACHE, MOONCAKE, NIXL, DYNAMO, ROUTER)}
 
 
 def run(command: list[str], hint: str) -> str:

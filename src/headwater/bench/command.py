@@ -19,6 +19,7 @@ from headwater.errors import ConfigError
 from headwater.values import nearest, whole_number
 
 ROUNDS, QUICK_ROUNDS = 25, 3
+PROMPTS, QUICK_PROMPTS = 1_000_000, 20_000
 WIDE = 180
 EXAMPLES = """\
 examples:
@@ -42,6 +43,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, default=MODEL, metavar="DIR", help=f"for `bench vllm` (default: {MODEL})")
     traces = f"for `bench route`: Mooncake's public traces (default: {TRACES})"
     parser.add_argument("--traces", type=Path, default=TRACES, metavar="DIR", help=traces)
+    memory = f"for `bench proxy`: only memory and threads, through --prompts N different prompts ({PROMPTS:,})"
+    parser.add_argument("--memory", action="store_true", help=memory)
+    parser.add_argument("--prompts", metavar="N", help=argparse.SUPPRESS)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, for programs")
     form.add_argument("--markdown", action="store_true", help="print Markdown, for documents")
@@ -60,9 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
     if suite is None:
         raise ConfigError(f"no suite {arguments.suite!r}; the nearest is {nearest(arguments.suite, SUITES)!r}")
     effort = Effort(
-        _rounds(arguments), arguments.quick, model=arguments.model.resolve(), traces=arguments.traces.resolve()
+        _rounds(arguments),
+        arguments.quick,
+        model=arguments.model.resolve(),
+        traces=arguments.traces.resolve(),
+        prompts=_prompts(arguments),
     )
-    wanted = select(suite, arguments.only)
+    wanted = select(suite, arguments.only or (["memory/*"] if arguments.memory else None))
     # SIGTERM like Ctrl-C: on the way out, the processes that we have started end too.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -131,8 +139,21 @@ def _rounds(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--repeat {arguments.repeat}: {error}") from None
 
 
+def _prompts(arguments: argparse.Namespace) -> int:
+    if not arguments.memory:
+        return 0
+    if arguments.prompts is None:
+        return QUICK_PROMPTS if arguments.quick else PROMPTS
+    try:
+        return whole_number(100, 100_000_000)(arguments.prompts)
+    except ConfigError as error:
+        raise ConfigError(f"--prompts {arguments.prompts}: {error}") from None
+
+
 def _options(arguments: argparse.Namespace) -> str:
     """What else was on the command line, as far as it changes figures."""
     parts = [f" --only '{it}'" for it in arguments.only or ()]
     parts += [f" --repeat {arguments.repeat}"] if arguments.repeat else []
+    parts += [" --memory"] if arguments.memory else []
+    parts += [f" --prompts {arguments.prompts}"] if arguments.prompts else []
     return "".join([*parts, " --quick" if arguments.quick else ""])

@@ -230,7 +230,8 @@ def _take_turn(contender: Contender, series: Series, clocks: Clocks) -> None:
 class Effort:
     """How thorough to be: rounds, whether to use small amounts (`quick`), and whom to tell after each turn.
 
-    `model` is the directory of the model that engines serve, `traces` that of recorded workloads.
+    `model` is the directory of the model that engines serve, `traces` that of recorded workloads; `prompts` is how many
+    a measurement of memory sends, 0 for none.
     """
 
     rounds: int
@@ -239,6 +240,7 @@ class Effort:
     after_turn: Callable[[], object] = lambda: None
     model: Path = MODEL
     traces: Path = TRACES
+    prompts: int = 0
 
     def interleave(self, contenders: Sequence[Contender], *, warm_ups: int = 1) -> dict[str, Series]:
         """`interleave` with this effort."""

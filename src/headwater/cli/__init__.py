@@ -51,6 +51,12 @@ class Command:
 COMMANDS = {
     "node": Command("headwater.cli.node", "serve this host's KV memory to its engines"),
     "node drain": Command("headwater.cli.drain", "have the others take what only this node holds, before it stops"),
+    "up": Command("headwater.cli.up", "start and supervise a whole fleet on this host, as one file describes it"),
+    "export": Command("headwater.cli.export", "manifests for Kubernetes or Compose, from the same file"),
+    "conductor": Command("headwater.cli.conductor", "the OpenAI-compatible front of a fleet that runs already"),
+    "conductor explain": Command("headwater.cli.conductor_explain", "why a request went where it went"),
+    "conductor key": Command("headwater.cli.conductor_key", "a new API key, and its digest for the fleet file"),
+    "fleet": Command("headwater.cli.fleet", "instances, loads, reuse, tenants and event sources of a fleet"),
     "status": Command("headwater.cli.status", "what a node holds, who uses it, and how often it helps"),
     "cluster": Command("headwater.cli.cluster", "the nodes of a cluster, their links, and what is hot"),
     "tiers": Command("headwater.cli.tiers", "how full, how fast and how well each tier of a node is"),

@@ -45,8 +45,9 @@ class Tenants(Protocol):
 class Tokens(Protocol):
     """Prompts in token ids."""
 
-    def start(self, parsed: Parsed, done: Callable[[Tokenised], None]) -> None:
-        """Find a prompt's ids off the loop; `done` is called in the loop, at once where they are known."""
+    def start(self, parsed: Parsed, done: Callable[[Tokenised], None], salt: str = "") -> None:
+        """Find a prompt's ids off the loop; `done` is called in the loop, at once where they are known. `salt` keeps
+        apart who must not be answered faster for what another has sent."""
 
 
 class Registry(Protocol):

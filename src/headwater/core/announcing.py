@@ -19,7 +19,7 @@ A failed batch may have been applied. It is sent again with the same serial unti
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -61,11 +61,16 @@ class Stamp:
 
 
 class Announcing:
-    """One node's side, for one thread; one batch is under way at a time. `inventory` begins a walk over what HOST and
-    DISK hold."""
+    """One node's side, for one thread; one batch is under way at a time. `inventory` begins a walk over what `tiers`
+    hold: of others nothing is announced."""
 
-    def __init__(self, inventory: Callable[[], Inventory], limit: int = QUEUE_LIMIT) -> None:
-        self._inventory, self._limit = inventory, limit
+    def __init__(
+        self,
+        inventory: Callable[[], Inventory],
+        limit: int = QUEUE_LIMIT,
+        tiers: Collection[Tier] = (Tier.HOST, Tier.DISK),
+    ) -> None:
+        self._inventory, self._limit, self._tiers = inventory, limit, tiers
         self.standpoint = Standpoint.OUTSIDE
         self.number = 0
         """Ours in the directory; 0 before the first join."""
@@ -98,7 +103,7 @@ class Announcing:
 
         A chunk is stored before it is removed, and removed from DISK when the last disk that had it has lost it.
         """
-        if change.tier not in (Tier.HOST, Tier.DISK) or self.standpoint is not Standpoint.MEMBER:
+        if change.tier not in self._tiers or self.standpoint is not Standpoint.MEMBER:
             return
         present = isinstance(change, Stored)
         for key in change.keys:

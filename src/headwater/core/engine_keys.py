@@ -53,6 +53,9 @@ class EngineKeys:
     def __len__(self) -> int:
         return len(self._digests)
 
+    def __contains__(self, name: EngineHash) -> bool:
+        return name in self._digests
+
     def __repr__(self) -> str:
         return (
             f"EngineKeys({len(self)} of at most {self._limit} hashes of {self._block_tokens} tokens, "
@@ -65,15 +68,17 @@ class EngineKeys:
         parent: EngineHash | None,
         tokens: Sequence[int],
         media: Sequence[Media] = (),
+        root: bytes | None = None,
     ) -> list[ChunkKey] | None:
-        """The keys of blocks that follow each other and their parent; None if the parent is not known.
+        """The keys of blocks that follow each other and their parent; None if the parent is not known. A sequence that
+        begins here may have another `root`: that of its salt.
 
         `media` has offsets relative to the first of these tokens. Raises ValueError unless there are exactly the
         tokens of so many blocks, OverflowError for a token id outside [0, 2**32); nothing has changed then.
         """
         if len(tokens) != len(hashes) * self._block_tokens:
             raise ValueError(f"{len(hashes)} blocks of {self._block_tokens} tokens: not {len(tokens)} tokens")
-        digest = self._root if parent is None else self._digests.get(parent)
+        digest = (self._root if root is None else root) if parent is None else self._digests.get(parent)
         if digest is None:
             self.unknown += 1
             return None

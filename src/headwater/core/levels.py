@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from headwater.core.cache import Cache
@@ -132,6 +132,9 @@ class Level:
         self.usage_at_s = 0.0
         self.asking_usage = False
         self.sums = Sums()
+        self.on_known: Callable[[int, int, ChunkKey, bool], None] = _nobody
+        """Told of parts (namespace, group, key) that a REMOTE tier has from now on, or has lost, as far as this node
+        knows. Those that this node only has no room to remember are not lost."""
         self._known: OrderedDict[tuple[int, int, ChunkKey], None] = OrderedDict()
         self._useless: OrderedDict[tuple[int, int, ChunkKey], None] = OrderedDict()
 
@@ -180,6 +183,8 @@ class Level:
 
     def know(self, space: int, group: int, key: ChunkKey) -> None:
         """A REMOTE tier has a part: it need not go there again."""
+        if (space, group, key) not in self._known:
+            self.on_known(space, group, key, True)
         self._known[space, group, key] = None
         self._known.move_to_end((space, group, key))
         if len(self._known) > KNOWN_KEYS_MAX:
@@ -188,7 +193,9 @@ class Level:
 
     def unknow(self, space: int, group: int, key: ChunkKey) -> None:
         """A REMOTE tier has lost a part."""
-        self._known.pop((space, group, key), None)
+        if (space, group, key) in self._known:
+            del self._known[space, group, key]
+            self.on_known(space, group, key, False)
 
     def distrust(self, space: int, group: int, key: ChunkKey) -> None:
         """What a REMOTE tier has of a part is of no use, even if it should say that it is there."""
@@ -203,7 +210,13 @@ class Level:
 
     def forget_all(self) -> None:
         """A REMOTE tier may have lost everything."""
-        self._known.clear()
+        lost, self._known = self._known, OrderedDict()
+        for part in lost:
+            self.on_known(*part, False)
+
+    def known(self) -> Iterator[tuple[int, int, ChunkKey]]:
+        """What a REMOTE tier has, as far as this node remembers."""
+        return iter(self._known)
 
     def wants(self, space: int, group: int, key: ChunkKey, *, used: bool) -> bool:
         """Whether a chunk should go down to this level; `used` says that it was used again."""
@@ -229,3 +242,7 @@ class Level:
     def put_first(self, space: int, key: ChunkKey, *, again: bool) -> None:
         """A chunk goes down next; `again` says that it found no room before."""
         self.queue.put_first((space, key), again=again)
+
+
+def _nobody(space: int, group: int, key: ChunkKey, there: bool) -> None:
+    """Nobody wants to know."""

@@ -253,6 +253,11 @@ class LoadBook:
 
     # ---- the loads
 
+    def own(self, instance: int) -> Totals:
+        """What of it is ours."""
+        account = self._accounts.get(instance)
+        return account.own if account is not None else NOTHING
+
     def load(self, instance: int, now: float) -> Totals:
         """All that waits and runs at an instance, as far as it was said."""
         return self._load(instance, self._others_said(now).get(instance, NOTHING), now)

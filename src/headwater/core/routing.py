@@ -23,7 +23,7 @@ node to the other's, and the decode's decode_s. Of the instances of a node only 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import exp, inf
 from typing import Any, NamedTuple, TypeVar
@@ -232,6 +232,19 @@ class Headwater:
         decodes = {it.instance: decoding(ask, fleet.instances[it.instance])[0] for it in found}
         only = {it.instance for it in found if fleet.instances[it.instance].role is PREFILL}
         return [it if it.instance in only else it._replace(decode_s=decodes[it.instance]) for it in found]
+
+    def recalled(self, numbers: Iterable[int], share: float = 1.0) -> Headwater:
+        """A policy that explains this moment later, to a fleet of these instances, which are so much of all of them."""
+        it = Headwater(self.knobs)
+        it._turn, it._unit, it._late_sum = self._turn, self._unit, self._late_sum * share
+        for number in numbers:
+            if number in self._turns:
+                it._turns[number] = self._turns[number]
+            if number in self._late:
+                it._late[number] = self._late[number]
+            if number in self._made:
+                it._made[number] = self._made[number]
+        return it
 
     def routed(self, ask: Ask, choice: Choice, fleet: Fleet) -> None:
         """Remember whose turn it was, and what it has to compute and to keep."""

@@ -59,6 +59,7 @@ from headwater.node.messages import (
 from headwater.node.object_table import buckets_for, table_bytes
 from headwater.node.objects import Objects, WatchedPool
 from headwater.node.tiering import Tiering
+from headwater.node.watching import Watching
 from headwater.node.wishes import Wishes
 from headwater.ports import Clock, EvictionPolicy
 from headwater.tiers.host import MappedMemory, create_memory, create_segment
@@ -168,6 +169,8 @@ class Node:
             except BaseException:
                 self.close()
                 raise
+        self.watching = Watching(self.cache, self.tiering, self._instances, self.cluster)
+        self._watch()
         if config.prefault:
             self._prefault.start()
 
@@ -197,7 +200,8 @@ class Node:
 
     def close_instance(self, instance: str) -> int:
         """Every process of an instance is gone: everything that it held is free; the number of tickets."""
-        self._instances.pop(instance, None)
+        if self._instances.pop(instance, None) is not None:
+            self.watching.instances_changed()
         self.objects.forget(instance)
         self.tiering.fetches.forget_owner(instance, self.clock.now())
         return self.cache.close(instance)
@@ -278,6 +282,7 @@ class Node:
             # It was on the disk, where salts are left out.
             self.cache.spaces[space].namespace = namespace
         self._instances[instance] = space
+        self.watching.instances_changed()
         return Registered(space)
 
     def _match(self, instance: str, request: Request, now: float) -> Reply:
@@ -392,6 +397,16 @@ class Node:
             self.objects.heard(changes)
 
         self.tiering.on_changes = both
+
+    def _watch(self) -> None:
+        """Have watchers told what HOST and DISK announce, after those who keep books of it."""
+        heard = self.tiering.on_changes
+
+        def all_of_us(changes: Sequence[Changed]) -> None:
+            heard(changes)
+            self.watching.heard(changes)
+
+        self.tiering.on_changes = all_of_us
 
     def _adopt(self, namespace: Namespace, layout: KVLayout, root: bytes) -> int | None:
         """A peer's namespace, by its root, since its salt stays with the engines; None if it does not fit here."""

@@ -271,6 +271,54 @@ class Drain(Message, tag=30):
     begins: bool = True
 
 
+class Watch(Message, tag=31):
+    """For an operator, and a Conductor: what has changed since the last answer, whose `number` and `serial` this has.
+    With others than those, everything is told from the beginning. The answer comes when there is something to tell, or
+    after a second; until then nothing else may be asked on this connection."""
+
+    number: int = 0
+    serial: int = 0
+
+
+class Registration(msgspec.Struct, array_like=True, gc=False):
+    """An instance's namespace: its root, its record without the salt, how its chunks are cut."""
+
+    instance: str
+    root: bytes
+    namespace: Namespace
+    chunk_tokens: int
+    kv_bytes_per_token: int
+
+
+class Moves(msgspec.Struct, array_like=True, gc=False):
+    """Chunks that a tier has stored or removed: packed keys. Each tier's key is in one answer once at most."""
+
+    tier: str
+    stored: bytes
+    removed: bytes
+
+
+class Figure(msgspec.Struct, array_like=True, gc=False):
+    """How fast a tier is read (`peer` is empty), or a peer's HOST memory; None where nobody has measured it."""
+
+    tier: str
+    peer: str
+    latency_s: float | None
+    bytes_s: float | None
+
+
+class Watched(Message, tag=32):
+    """What has changed. With another `number` than before, what was told before is void. `node` is the node's name in
+    its cluster; `instances` and `figures` are complete lists, None where nothing new is to be said of them."""
+
+    number: int
+    serial: int
+    node: str
+    moves: tuple[Moves, ...] = ()
+    instances: tuple[Registration, ...] | None = None
+    figures: tuple[Figure, ...] | None = None
+
+
 class Status(Message, tag=17):
     """What does the node hold?"""
 
@@ -398,7 +446,7 @@ Wish = Prefetch | Evict | Pin | Pins | Explain | Namespaces | Tiers | Drain
 Objects = Enter | Place | Publish | Find | Remove | Hold | Used
 """What clients of the Store ask."""
 Engines = Register | Match | Contains | Load | Reserve | Done | Release | Keep | Clear | Forget
-Request = Hello | Engines | Objects | Wish | Status
+Request = Hello | Engines | Objects | Wish | Watch | Status
 Reply = (
     Welcome
     | Registered
@@ -414,6 +462,7 @@ Reply = (
     | Published
     | Found
     | Kept
+    | Watched
     | Refused
 )
 

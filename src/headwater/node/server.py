@@ -38,6 +38,7 @@ from headwater.node.messages import (
     Refused,
     Status,
     StatusReply,
+    Watch,
     Wish,
     body_bytes,
     decode_request,
@@ -154,6 +155,7 @@ class Server:
                         self._serve_session(session, 0)
                 self.node.settle()
                 now = clock.now()
+                self._tell_watchers(now)
                 if now >= next_tick_s:
                     next_tick_s = now + TICK_S
                     self.node.expire()
@@ -268,6 +270,12 @@ class Server:
                 return
             if not session.instance:
                 raise ProtocolError("the first message must be Hello")
+            if self.node.watching.waits(session):
+                raise ProtocolError("a request while a Watch waits to be answered")
+            if isinstance(request, Watch):
+                self._check_operator(session)
+                self.node.watching.ask(session, request, self.node.clock.now())
+                return
             started_s = self.node.clock.now()
             reply: Message
             if isinstance(request, Status):
@@ -324,6 +332,16 @@ class Server:
             os.close(theirs)
 
     # ---- sending --------------------------------------------------------------------------------------
+
+    def _tell_watchers(self, now: float) -> None:
+        if not len(self.node.watching):
+            return
+        for watcher, answer in list(self.node.watching.answers(now)):
+            assert isinstance(watcher, Session)
+            try:
+                self._send(watcher, answer)
+            except OSError:  # the peer is gone
+                self._close_session(watcher)
 
     def _send(self, session: Session, message: Message) -> None:
         frame = encode(message)
@@ -402,6 +420,7 @@ class Server:
         self._epoll.unregister(descriptor)
         del self._sessions[descriptor]
         self._backlog.pop(session, None)
+        self.node.watching.left(session)
         session.socket.close()
         if session.instance:
             self._let_go(session.instance)

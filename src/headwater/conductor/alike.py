@@ -1,0 +1,104 @@
+"""Requests that begin alike and come at once: their common prefix is computed at two instances, and not at each.
+
+Theory of operation. Five hundred equal prompts that nobody holds arrive within a millisecond. The first goes somewhere,
+and is taken to be held there. To the policy, though, each of those that follow makes the queue there longer by a step
+of its own, and soon every other instance looks better, where all of it would be computed again.
+
+    leader     a request that computes most of its prompt: the keys of its prefix, at a few depths, lead to its instance
+    follower   one that shares at least a quarter of its prompt with a leader; if there are `COPIES` instances with such
+               leaders, and one of these would have it computed soon by the steps that it will really take, with
+               everybody who waits in one batch, it goes to one of these
+
+A leader counts until its first token and for `LINGER_S` more: then the prefix is where it is known to be, and the
+policy knows best. How deep two prompts are alike is looked up at depths 1, 4, 16 ... keys: it is found to be at least a
+quarter of what it is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from headwater.fleet import Choice, Instance
+
+COPIES = 2
+LEADER_TOKENS = 256
+"""Fewer are computed sooner than anything is looked up."""
+SHARE = 1 / 16
+"""Of a prompt, as it is looked up."""
+DEPTHS = tuple(4**power for power in range(12))
+LINGER_S = 1.0
+PATIENCE = 4.0
+"""A follower waits at a leader for up to so many times what it would take to compute all of it elsewhere."""
+LEADERS_MAX = 4096
+
+
+class Alike:
+    """The leaders of one Conductor. Keys are those of one model's finest lens, so that models do not mix."""
+
+    def __init__(self) -> None:
+        self._places: dict[bytes, dict[int, int]] = {}
+        """How many leaders with this key there are at each instance."""
+        self._leaders: dict[str, tuple[Sequence[bytes], int]] = {}
+        self._ending: deque[tuple[float, str]] = deque()
+
+    def __repr__(self) -> str:
+        return f"Alike({len(self._leaders)} leaders, {len(self._places)} keys)"
+
+    def __len__(self) -> int:
+        return len(self._leaders)
+
+    def lead(self, request: str, keys: Sequence[bytes], tokens: int, choice: Choice) -> None:
+        """A request was sent there; it leads if it has to compute enough."""
+        computed = tokens - choice.cached_tokens - choice.fetched_tokens
+        if computed < LEADER_TOKENS or 2 * computed < tokens or not keys or len(self._leaders) >= LEADERS_MAX:
+            return
+        self.lost(request)
+        marks = [keys[depth - 1] for depth in DEPTHS if depth < len(keys)]
+        marks.append(keys[-1])
+        self._leaders[request] = marks, choice.prefill
+        for key in marks:
+            places = self._places.setdefault(key, {})
+            places[choice.prefill] = places.get(choice.prefill, 0) + 1
+
+    def started(self, request: str, now: float) -> None:
+        """Its first token came."""
+        if request in self._leaders:
+            self._ending.append((now + LINGER_S, request))
+
+    def lost(self, request: str) -> None:
+        """It leads nobody any more."""
+        found = self._leaders.pop(request, None)
+        if found is None:
+            return
+        marks, number = found
+        for key in marks:
+            places = self._places[key]
+            places[number] -= 1
+            if not places[number]:
+                del places[number]
+                if not places:
+                    del self._places[key]
+
+    def places(self, keys: Sequence[bytes], block_tokens: int, tokens: int, now: float) -> set[int] | None:
+        """The instances where enough of this prompt is being computed; None if those are too few to keep to."""
+        ending = self._ending
+        while ending and ending[0][0] <= now:
+            self.lost(ending.popleft()[1])
+        # Whoever has any key in common has the first.
+        if not keys or len(self._places.get(keys[0], ())) < COPIES:
+            return None
+        found = set(self._places.get(keys[-1], ()))
+        least = SHARE * tokens / block_tokens
+        for depth in DEPTHS:
+            if least <= depth < len(keys):
+                found |= self._places.get(keys[depth - 1], {}).keys()
+        return found if len(found) >= COPIES else None
+
+
+def soon(there: Instance, own: Choice, elsewhere: Choice) -> bool:
+    """Whether a follower is served soon at a leader's instance, compared with computing everything elsewhere."""
+    times = there.times
+    batches = -(-(there.waiting_tokens + 1) // times.step_tokens)
+    queue_s = batches * times.prefill_fixed_s + there.waiting_tokens * times.prefill_token_s
+    return queue_s + own.parts.prefill_s <= PATIENCE * elsewhere.parts.ttft_s

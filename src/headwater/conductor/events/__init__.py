@@ -1,0 +1,1 @@
+"""Who holds what, as engines and nodes tell it."""

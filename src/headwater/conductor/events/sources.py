@@ -1,0 +1,126 @@
+"""All that one worker listens to: a subscription for each rank of each instance that publishes, a watch over each node.
+
+Whatever they say goes to `sight.Sight`; how fast nodes reach what others hold is in `links`, for the policies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import zmq
+
+from headwater.conductor.events.device import Device
+from headwater.conductor.events.frames import Figure
+from headwater.conductor.events.nodes import NodeWatch
+from headwater.conductor.events.vllm import Subscription, rank_endpoint
+from headwater.conductor.sight import REMOTE, Sight
+from headwater.fleet import Link, Place
+from headwater.fleetfile.model import InstanceSpec
+from headwater.types import Tier
+
+LATENCY_S, BYTES_S = 1e-3, 1e9
+"""What is assumed of what nobody has measured yet: better tried than left out."""
+USUAL_BYTES = 8 << 20
+
+
+class Sources:
+    """To be made, used and closed in the running loop. `nodes` are the fleet's: names and unix:/paths, by number."""
+
+    def __init__(self, sight: Sight, nodes: Sequence[tuple[str, str]]) -> None:
+        self.links: dict[tuple[Place, int], Link] = {}
+        """For `Fleet.links`: kept current in place. Nodes' own HOST memory is not in it: engines read it themselves."""
+        self._sight = sight
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._subscriptions: dict[int, list[Subscription]] = {}
+        self._names: dict[str, int] = {}
+        """Nodes' numbers by their names in the cluster."""
+        self._watches = [
+            NodeWatch(number, address, sight, self._measured) for number, (_, address) in enumerate(nodes) if address
+        ]
+        sight.on_again = self._again
+        for name, watch in zip([name for name, address in nodes if address], self._watches, strict=True):
+            sight.sources[f"node:{name}"] = watch.state
+            watch.start()
+
+    def __repr__(self) -> str:
+        return f"Sources({len(self._subscriptions)} instances, {len(self._watches)} nodes)"
+
+    def add(self, number: int, spec: InstanceSpec) -> Device:
+        """An instance is there; with events if it publishes any. Raises ValueError for an endpoint that is none."""
+        self.remove(number)
+        device = self._sight.joined(number, spec)
+        if spec.events is not None and not spec.events_off:
+            self._subscriptions[number] = []
+            for rank in range(spec.ranks):
+                self._subscribe(number, spec, device, rank)
+        return device
+
+    def remove(self, number: int) -> None:
+        """An instance is gone."""
+        for rank, it in enumerate(self._subscriptions.pop(number, [])):
+            it.close()
+            self._sight.sources.pop(f"events:{number}.{rank}", None)
+        self._sight.left(number)
+
+    def check(self) -> None:
+        """Ask all engines whether there is more than came."""
+        for subscriptions in self._subscriptions.values():
+            for it in subscriptions:
+                it.check()
+
+    async def close(self) -> None:
+        """End everything."""
+        for number in list(self._subscriptions):
+            self.remove(number)
+        await asyncio.gather(*(it.close() for it in self._watches))
+        self._context.term()
+
+    def _subscribe(self, number: int, spec: InstanceSpec, device: Device, rank: int) -> None:
+        assert spec.events is not None
+        events = rank_endpoint(spec.events, rank)
+        replay = None if spec.replay is None else rank_endpoint(spec.replay, rank)
+        it = Subscription(self._context, events, replay, partial(device.apply, rank), partial(device.forget, rank))
+        self._subscriptions[number].append(it)
+
+        def state() -> dict[str, object]:
+            return {"instance": spec.name, "rank": rank, **it.state()}
+
+        self._sight.sources[f"events:{number}.{rank}"] = state
+
+    def _again(self, number: int) -> None:
+        for it in self._subscriptions.get(number, []):
+            it.again()
+
+    def _measured(self, node: int, name: str, figures: tuple[Figure, ...]) -> None:
+        """A node has told how fast it reads what."""
+        if name:
+            self._names[name] = node
+        best: dict[Place, Link] = {}
+        for it in figures:
+            place = self._place(node, it)
+            link = Link(_real(it.latency_s, LATENCY_S), _real(it.bytes_s, BYTES_S))
+            if place is not None and (
+                place not in best or link.seconds(USUAL_BYTES) < best[place].seconds(USUAL_BYTES)
+            ):
+                best[place] = link
+        for key in [key for key in self.links if key[1] == node and key[0] not in best]:
+            del self.links[key]
+        for place, link in best.items():
+            known = self.links.setdefault((place, node), link)
+            known.latency_s, known.bytes_s = link.latency_s, link.bytes_s
+
+    def _place(self, node: int, figure: Figure) -> Place | None:
+        if figure.tier == Tier.REMOTE.value:
+            return REMOTE
+        if figure.tier == Tier.DISK.value:
+            return Place(Tier.DISK, node)
+        number = self._names.get(figure.peer)
+        return None if number is None else Place(Tier.HOST, number)
+
+
+def _real(value: float | None, assumed: float) -> float:
+    """A measured figure; what is none, or not positive, is not believed."""
+    return value if value is not None and math.isfinite(value) and value > 0 else assumed

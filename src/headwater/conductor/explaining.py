@@ -1,0 +1,239 @@
+"""Why requests went where they went: what the choice was made of, and what came of it, for the last so many.
+
+A candidate's seconds are not kept but worked out when somebody asks, by the policy's own arithmetic, from what it saw:
+loads and times of the instances, who held what, the links, and the policy's own memory. Keeping that costs a few
+microseconds, working it out as much as the choice itself, and hardly any request is ever asked for. Of more than
+`CANDIDATES` instances those are kept that were chosen, hold most of the prompt or come first; how many are left out is
+said. No text, ids or keys are kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from headwater.conductor.registry import Roster
+from headwater.core.admission import Verdict
+from headwater.core.routing import Headwater, Weighed, can_prefill, choice_of
+from headwater.enginetimes import EngineTimes
+from headwater.fleet import Ask, Choice, Fleet, Held, Instance, Link, Place, Role
+from headwater.ports import RoutingPolicy
+from headwater.types import Tier
+
+CANDIDATES = 32
+Seen = tuple[int, str, EngineTimes, int, Role, int | None, bool, bool, int, int, int, int, float]
+"""An instance's number, name, times, capacity, role, node, alive, draining, its four loads, how late they were."""
+
+
+class Try:
+    """One choice, and all that it was made of."""
+
+    __slots__ = (
+        "choice",
+        "gathered",
+        "held",
+        "instances",
+        "left_out",
+        "links",
+        "lost",
+        "now",
+        "policy",
+        "verdict",
+        "waited_s",
+    )
+
+    def __init__(self, choice: Choice, verdict: Verdict | None, waited_s: float) -> None:
+        self.choice, self.verdict, self.waited_s = choice, verdict, waited_s
+        self.instances: Sequence[Seen] = ()
+        self.left_out = 0
+        self.gathered = False
+        """Whether it was not the policy's best, but where others compute the same."""
+        self.held: Held = {}
+        self.links: Sequence[tuple[Place, int, float, float, int]] = ()
+        self.policy: Headwater | None = None
+        self.now = 0.0
+        self.lost = ""
+        """Why it had to be tried again."""
+
+
+class Record:
+    """One request. Times are of the loop's clock."""
+
+    __slots__ = (
+        "answered_tokens", "arrived_s", "block_tokens", "cached_tokens", "counted", "ended_s", "first_s", "kv_bytes",
+        "model", "outcome", "output_tokens", "priority", "request", "routed_s", "slos", "tenant", "tokens", "tries",
+    )  # fmt: skip
+
+    def __init__(self, request: str, ask: Ask, counted: str, arrived_s: float) -> None:
+        """`counted` says how its tokens were found."""
+        self.request, self.model, self.tenant, self.counted = request, ask.model, ask.tenant, counted
+        self.tokens, self.output_tokens, self.block_tokens = ask.tokens, ask.output_tokens, ask.block_tokens
+        self.priority, self.slos, self.arrived_s = ask.priority, (ask.ttft_slo_s, ask.tpot_slo_s), arrived_s
+        self.kv_bytes = 0
+        self.tries: list[Try] = []
+        self.outcome = "waiting"
+        self.routed_s = self.first_s = self.ended_s = 0.0
+        self.answered_tokens = 0
+        self.cached_tokens: int | None = None
+
+
+class Explained:
+    """The last requests of one worker."""
+
+    def __init__(self, roster: Roster, most: int) -> None:
+        self._roster, self._most = roster, most
+        self._records: OrderedDict[str, Record] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"Explained({len(self._records)} of at most {self._most} requests)"
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def begin(self, record: Record) -> None:
+        """Remember this request, in place of the oldest and of one of the same name."""
+        if self._most <= 0:
+            return
+        records = self._records
+        records.pop(record.request, None)
+        if len(records) >= self._most:
+            records.popitem(last=False)
+        records[record.request] = record
+
+    def chose(
+        self,
+        record: Record,
+        it: Try,
+        held: Held,
+        fleet: Fleet,
+        policy: RoutingPolicy,
+        hidden: Collection[int] = (),
+    ) -> None:
+        """What a choice was made of, without the hidden instances; called before anything is changed by it."""
+        choice = it.choice
+        record.tries.append(it)
+        record.kv_bytes = fleet.kv_bytes_per_token
+        if self._most <= 0:
+            return
+        instances = fleet.instances
+        chosen: Collection[int] = instances.keys()
+        if len(chosen) > CANDIDATES:
+            it.left_out = len(chosen) - CANDIDATES
+            chosen = _first(choice, held, list(chosen))
+        it.instances = _seen([instances[number] for number in chosen], self._roster.names, hidden)
+        it.held, it.now = held, fleet.now
+        if fleet.links and any(place[0] is not Tier.DEVICE for place in held):
+            it.links = [
+                (place, node, link.latency_s, link.bytes_s, link.queued_bytes)
+                for (place, node), link in fleet.links.items()
+                if place in held
+            ]
+        if isinstance(policy, Headwater):
+            it.policy = policy.recalled(chosen, len(chosen) / max(len(instances), 1))
+
+    def get(self, request: str) -> dict[str, Any] | None:
+        """All of it in plain values; None if it is not remembered."""
+        it = self._records.get(request)
+        if it is None:
+            return None
+        took: dict[str, Any] = {}
+        if it.first_s:
+            took["first_token_s"] = it.first_s - it.routed_s
+            if it.ended_s and it.answered_tokens > 1:
+                took["per_token_s"] = (it.ended_s - it.first_s) / (it.answered_tokens - 1)
+        if it.ended_s:
+            took["whole_s"] = it.ended_s - it.arrived_s
+            took["answered_tokens"] = it.answered_tokens
+            took["cached_tokens"] = it.cached_tokens
+        return {
+            "request": it.request,
+            "model": it.model,
+            "tenant": it.tenant,
+            "priority": it.priority,
+            "prompt_tokens": it.tokens,
+            "counted": it.counted,
+            "expected_tokens": it.output_tokens,
+            "ttft_slo_s": it.slos[0],
+            "tpot_slo_s": it.slos[1],
+            "outcome": it.outcome,
+            "tries": [_explain(it, each) for each in it.tries],
+            "took": took,
+        }
+
+
+def _first(choice: Choice, held: Held, numbers: Sequence[int]) -> list[int]:
+    """The most interesting of many instances."""
+    holders = sorted((place for place in held if place[0] is Tier.DEVICE), key=lambda it: -held[it])
+    known = set(numbers)
+    wanted = [choice.prefill, choice.decode, *(it.number for it in holders if it.number in known), *numbers]
+    return list(dict.fromkeys(wanted))[:CANDIDATES]
+
+
+def _seen(instances: Sequence[Instance], names: Mapping[int, str], hidden: Collection[int]) -> Sequence[Seen]:
+    return [
+        (
+            it.number, names[it.number], it.times, it.capacity_tokens, it.role, it.node,
+            it.alive and it.number not in hidden, it.draining,
+            it.waiting_requests, it.waiting_tokens, it.running_requests, it.running_tokens, it.late_s,
+        )
+        for it in instances
+    ]  # fmt: skip
+
+
+def _explain(record: Record, it: Try) -> dict[str, Any]:
+    names = {row[0]: row[1] for row in it.instances}
+    choice, source = it.choice, it.choice.source
+    said: dict[str, Any] = {
+        "instance": names.get(choice.prefill, ""),
+        "decode": names.get(choice.decode, ""),
+        "estimated": {**choice.parts._asdict(), "ttft_s": choice.parts.ttft_s, "tpot_s": choice.tpot_s},
+        "cached_tokens": choice.cached_tokens,
+        "fetched_tokens": choice.fetched_tokens,
+        "source": None if source is None else f"{source.tier.name.lower()}:{source.number}",
+        "waited_s": it.waited_s,
+        "gathered": it.gathered,
+        "verdict": None if it.verdict is None else it.verdict.reason.value,
+        "candidates": [_told(each, names) for each in _weighed(record, it)],
+        "left_out": it.left_out,
+    }
+    if it.lost:
+        said["lost"] = it.lost
+    return said
+
+
+def _weighed(record: Record, it: Try) -> list[Weighed]:
+    """The candidates, the best first; of policies that are not ours with the sum of their seconds for a cost."""
+    instances: Mapping[int, Instance] = {
+        row[0]: Instance(row[0], row[2], row[3], row[4], row[5], record.model, row[6], row[7], 0.0, *row[8:])
+        for row in it.instances
+    }
+    links = {(place, node): Link(latency, speed, queued) for place, node, latency, speed, queued in it.links}
+    fleet = Fleet(instances, record.kv_bytes, links, it.now)
+    ask = Ask(record.request, record.tokens, (), record.block_tokens, record.output_tokens, record.model)
+    if it.policy is not None:
+        return it.policy.explain(ask, it.held, fleet)
+    found = []
+    for number, each in instances.items():
+        if can_prefill(ask, each):
+            choice = choice_of(ask, it.held, fleet, each, each)
+            parts = choice.parts
+            sums = (parts.queue_s, parts.fetch_s, parts.prefill_s)
+            found.append(
+                Weighed(parts.ttft_s, 0, number, *sums, choice.cached_tokens, choice.fetched_tokens, choice.source,
+                        parts.decode_s)
+            )  # fmt: skip
+    return sorted(found, key=lambda row: row[:3])
+
+
+def _told(it: Weighed, names: Mapping[int, str]) -> dict[str, Any]:
+    return {
+        "instance": names.get(it.instance, ""),
+        "cost_s": it.cost_s,
+        "queue_s": it.queue_s,
+        "fetch_s": it.fetch_s,
+        "prefill_s": it.prefill_s,
+        "decode_s": it.decode_s,
+        "cached_tokens": it.cached_tokens,
+        "fetched_tokens": it.fetched_tokens,
+    }

@@ -1,0 +1,111 @@
+"""One request's answer, as it is written to the connection that the request came on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headwater.conductor.http.answers import bodiless
+from headwater.conductor.http.exchange import Headers, Listener, Request
+
+if TYPE_CHECKING:
+    from headwater.conductor.http.connection import Connection
+
+JOIN_BYTES = 64 << 10
+"""Larger pieces are not copied to be written together."""
+
+
+class Answer:
+    """See `exchange.Exchange`."""
+
+    __slots__ = ("_bodiless", "_chunked", "_connection", "_gone", "_listener", "closed", "request", "started")
+
+    def __init__(self, connection: Connection, request: Request) -> None:
+        self.request = request
+        self.started = False
+        self.closed = False
+        self._connection = connection
+        self._listener: Listener | None = None
+        self._gone = False
+        self._chunked = False
+        self._bodiless = False
+
+    def watch(self, listener: Listener | None) -> None:
+        """See `Exchange`. A listener that comes while the client reads slowly is told so at once."""
+        if listener is not None and self._gone:
+            listener.gone()
+        elif not self.closed:
+            self._listener = listener
+            if listener is not None and self._connection.full:
+                listener.full()
+
+    def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """See `Exchange`. Raises UnsafeHeader."""
+        if self.closed or self.started:
+            return
+        connection = self._connection
+        if bodiless(self.request.method, status):
+            framing = b"content-length: %d\r\n" % len(body) if self.request.method == "HEAD" else b""
+            body = b""
+        else:
+            framing = b"content-length: %d\r\n" % len(body)
+        head = connection.head(status, headers, framing)
+        self.started = self.closed = True
+        self._listener = None
+        connection.write(head, body)
+        connection.answered()
+
+    def start(self, status: int, headers: Headers) -> None:
+        """See `Exchange`. Raises UnsafeHeader."""
+        if self.closed or self.started:
+            return
+        self._bodiless = bodiless(self.request.method, status)
+        self._chunked = not self._bodiless and self._connection.chunks
+        framing = b"transfer-encoding: chunked\r\n" if self._chunked else b""
+        head = self._connection.head(status, headers, framing)
+        self.started = True
+        self._connection.transport.write(head)
+
+    def send(self, data: bytes) -> None:
+        """See `Exchange`."""
+        if self.closed or not self.started or self._bodiless or not data:
+            return
+        transport = self._connection.transport
+        if not self._chunked:
+            transport.write(data)
+        elif len(data) <= JOIN_BYTES:
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            transport.writelines((b"%x\r\n" % len(data), data, b"\r\n"))
+
+    def end(self) -> None:
+        """See `Exchange`."""
+        if self.closed or not self.started:
+            return
+        self.closed = True
+        self._listener = None
+        if self._chunked:
+            self._connection.transport.write(b"0\r\n\r\n")
+        self._connection.answered()
+
+    def abort(self) -> None:
+        """See `Exchange`."""
+        if not self.closed:
+            self.closed = True
+            self._listener = None
+            self._connection.cut()
+
+    def left(self) -> None:
+        """The client is gone."""
+        if not self.closed:
+            self.closed = self._gone = True
+            listener, self._listener = self._listener, None
+            if listener is not None:
+                listener.gone()
+
+    def pressed(self, *, full: bool) -> None:
+        """The client reads more slowly than we write, or has caught up."""
+        if self._listener is not None:
+            if full:
+                self._listener.full()
+            else:
+                self._listener.drained()

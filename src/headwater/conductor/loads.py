@@ -1,0 +1,116 @@
+"""The fleet's loads as policies read them, written no more often than they have to be.
+
+`LoadBook.fill` works all instances out anew, from three accounts; with several Conductors it costs as much as the
+choice itself. So it is called every `FILL_S`, and when somebody else has said something. In between only our own
+requests change anything: an instance is then what it was at that time, and what we have there more or less since.
+"""
+
+from __future__ import annotations
+
+from headwater.conductor.registry import Roster
+from headwater.core.loads import LoadBook, Published, Totals
+from headwater.fleet import Ask, Choice, Instance
+
+FILL_S = 0.01
+"""The others' unseen arrivals are guessed from their pace: they do not change by a request within this."""
+STEP_TOKENS = 32
+"""An answer's new tokens are counted so many at a time: a step's time does not change for fewer."""
+
+
+class Loads:
+    """Owns the book; writes the instances' four loads and `heard_s`."""
+
+    def __init__(self, book: LoadBook, roster: Roster) -> None:
+        self.book = book
+        self._instances = roster.instances()
+        self._base: dict[int, Totals] = {}
+        """What each instance had at the last fill besides what was ours."""
+        self._touched: set[int] = set()
+        self._filled_s = float("-inf")
+        self.begun_tokens = 0
+        """Uncached prompt tokens that we sent anywhere, ever: how much others do not know of yet."""
+
+    def routed(self, ask: Ask, choice: Choice, now: float) -> None:
+        """See `LoadBook.routed`; the instances are up to date afterwards."""
+        self.book.routed(ask, choice, now)
+        self.begun_tokens += ask.tokens - choice.cached_tokens - choice.fetched_tokens
+        self._touched.add(choice.prefill)
+        self.refresh(now)
+
+    def prefilled(self, request: str, choice: Choice, now: float) -> None:
+        """See `LoadBook.prefilled`."""
+        self.book.prefilled(request, now)
+        self._touch(choice)
+
+    def progressed(self, request: str, choice: Choice, answered_tokens: int, now: float) -> None:
+        """See `LoadBook.progressed`, for a request that decodes."""
+        self.book.progressed(request, 0, answered_tokens, now)
+        self._touched.add(choice.decode)
+
+    def finished(self, request: str, choice: Choice, now: float) -> None:
+        """See `LoadBook.finished`."""
+        self.book.finished(request, now)
+        self._touch(choice)
+
+    def heard(self, message: Published, now: float) -> None:
+        """See `LoadBook.heard`."""
+        self.book.heard(message, now)
+        self._filled_s = float("-inf")
+
+    def told(self, instance: int, waiting: int, running: int, sampled_s: float, now: float) -> None:
+        """An engine's own word on how many requests it has.
+
+        Engines count a request as running from its first step on, and we from its first token on: who is in prefill is
+        taken as waiting here, as far as we know of such.
+        """
+        total = waiting + running
+        waiting = min(max(self.book.load(instance, now).waiting_requests, waiting), total)
+        self.book.told(instance, sampled_s, waiting, total - waiting, now=now)
+        self._filled_s = float("-inf")
+
+    def left(self, instance: int) -> None:
+        """See `LoadBook.left`."""
+        self.book.left(instance)
+        self._base.pop(instance, None)
+        self._touched.discard(instance)
+
+    def refresh(self, now: float) -> None:
+        """Bring the instances up to date."""
+        if now - self._filled_s >= FILL_S:
+            self._fill(now)
+        elif self._touched:
+            for number in self._touched:
+                it, base = self._instances.get(number), self._base.get(number)
+                if it is None:
+                    continue
+                if base is None:  # it has joined since
+                    self._fill(now)
+                    return
+                _write(it, base, self.book.own(number))
+            self._touched.clear()
+
+    def _fill(self, now: float) -> None:
+        book, base = self.book, self._base
+        book.fill(self._instances, now)
+        for number, it in self._instances.items():
+            waiting, waiting_tokens, running, running_tokens = book.own(number)
+            base[number] = Totals(
+                it.waiting_requests - waiting,
+                it.waiting_tokens - waiting_tokens,
+                it.running_requests - running,
+                it.running_tokens - running_tokens,
+            )
+        self._touched.clear()
+        self._filled_s = now
+
+    def _touch(self, choice: Choice) -> None:
+        self._touched.add(choice.prefill)
+        self._touched.add(choice.decode)
+
+
+def _write(it: Instance, base: Totals, own: Totals) -> None:
+    """Their sum; nothing is below nothing, as where the engine knew of fewer than we did."""
+    it.waiting_requests = max(base[0] + own[0], 0)
+    it.waiting_tokens = max(base[1] + own[1], 0)
+    it.running_requests = max(base[2] + own[2], 0)
+    it.running_tokens = max(base[3] + own[3], 0)

@@ -1,0 +1,131 @@
+"""What an instance is sent for a client's request: a path, headers and a body of ours.
+
+Headers are those of a short list, so that no client can forge one that means something between us and the engines
+(x-headwater-*, x-data-parallel-rank, forwarded, cookies, its own key). A body goes as it came where nothing changes,
+and with members added at its end where they are only added; a member that comes twice counts as its last, in engines
+as here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headwater.conductor.http.exchange import Headers
+from headwater.conductor.job import Job, Kind, Parsed
+from headwater.fleetfile.model import InstanceSpec
+
+PATHS = {Kind.CHAT: "/v1/chat/completions", Kind.COMPLETION: "/v1/completions"}
+PASSED = frozenset({b"traceparent", b"tracestate", b"baggage", b"x-session-id"})
+INTERNAL = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_hints", "request_id"})
+"""Between engines, and between engines and us; never a client's."""
+FORGED = ("kv_", "ec_", "headwater")
+"""How keys of `vllm_xargs` begin that engines would take for their own."""
+
+_encode = msgspec.json.Encoder().encode
+_JSON_TYPE = (b"content-type", b"application/json")
+_SPACE = b" \t\r\n"
+
+
+def headers_to(spec: InstanceSpec, job: Job) -> Headers:
+    """The headers of a request to this instance."""
+    headers = [_JSON_TYPE, (b"x-request-id", job.id.encode())]
+    headers += [it for it in job.exchange.request.headers if it[0] in PASSED]
+    key = instance_key(spec)
+    if key:
+        headers.append((b"authorization", b"Bearer " + key.encode()))
+    return headers
+
+
+def instance_key(spec: InstanceSpec) -> str:
+    """The key that an instance wants of us: what it is started with; '' for none."""
+    return spec.environment.get("VLLM_API_KEY") or _flag(spec, "--api-key")
+
+
+def body_to(spec: InstanceSpec, job: Job, *, asks_ids: bool) -> bytes:
+    """The request's body for this instance. `asks_ids`: the stream may have to move, so its ids are asked for."""
+    parsed = job.parsed
+    added = additions(spec, job)
+    if parsed.stream:
+        if asks_ids:
+            added["return_token_ids"] = True
+        if not parsed.include_usage:
+            options = parsed.fields.get("stream_options")
+            added["stream_options"] = {**(options or {}), "include_usage": True}
+    fields = parsed.fields
+    if not dropped(parsed, added) and added.keys().isdisjoint(fields):
+        return _appended(job.exchange.request.body, added) if fields else _encode(added)
+    return _encode({**kept(parsed), **added})
+
+
+def prefill_body(spec: InstanceSpec, job: Job) -> bytes:
+    """The same request for an instance that only computes its prompt: one token, in one piece."""
+    fields = {name: value for name, value in kept(job.parsed).items() if name not in _OF_ANSWERS}
+    fields |= additions(spec, job)
+    fields |= {"stream": False, "max_tokens": 1}
+    if job.parsed.kind is Kind.CHAT:
+        fields["max_completion_tokens"] = 1
+    return _encode(fields)
+
+
+def replay_body(spec: InstanceSpec, job: Job, fields: Mapping[str, Any]) -> bytes:
+    """A completion that goes on with a stream of another instance; see `replay`."""
+    return _encode({**_unforged(fields), **additions(spec, job)})
+
+
+def kept(parsed: Parsed) -> dict[str, Any]:
+    """What of a request's fields is the client's to say."""
+    return _unforged({name: value for name, value in parsed.fields.items() if name not in _OURS})
+
+
+def additions(spec: InstanceSpec, job: Job) -> dict[str, Any]:
+    """What we say: the salt, and the priority where the instance has any (vLLM refuses it elsewhere).
+
+    In vLLM the least comes first; a tenant's priority is the other way round.
+    """
+    added: dict[str, Any] = {"cache_salt": job.salt} if job.salt else {}
+    priority = job.parsed.priority - job.tenant.priority
+    if priority and _flag(spec, "--scheduling-policy") == "priority":
+        added["priority"] = priority
+    return added
+
+
+def dropped(parsed: Parsed, added: Mapping[str, Any]) -> bool:
+    """Whether anything that the client said must not be passed on."""
+    fields = parsed.fields
+    if not INTERNAL.isdisjoint(fields) or "vllm_xargs" in fields:
+        return True
+    return ("cache_salt" in fields and "cache_salt" not in added) or ("priority" in fields and "priority" not in added)
+
+
+_OURS = INTERNAL | {"cache_salt", "priority"}
+_OF_ANSWERS = frozenset({
+    "stream_options", "min_tokens", "n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids",
+    "echo", "stop", "stream_interval", "return_token_ids",
+})  # fmt: skip
+
+
+def _unforged(fields: Mapping[str, Any]) -> dict[str, Any]:
+    extra = fields.get("vllm_xargs")
+    if not isinstance(extra, dict):
+        return dict(fields)
+    return {**fields, "vllm_xargs": {name: value for name, value in extra.items() if not name.startswith(FORGED)}}
+
+
+def _appended(body: bytes, added: Mapping[str, Any]) -> bytes:
+    if not added:
+        return body
+    return body.rstrip(_SPACE)[:-1] + b"," + _encode(added)[1:]
+
+
+def _flag(spec: InstanceSpec, name: str) -> str:
+    """The value of a flag that an instance is started with, in either form; '' if it has none."""
+    flags = spec.flags
+    for at, flag in enumerate(flags):
+        if flag == name and at + 1 < len(flags):
+            return flags[at + 1]
+        if flag.startswith(name + "="):
+            return flag[len(name) + 1 :]
+    return ""

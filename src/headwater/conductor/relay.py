@@ -1,0 +1,343 @@
+"""How an answer gets from an instance to a client.
+
+Theory of operation. A Passage is one job's way through it:
+
+    SENT        at an instance, nothing of an answer was sent yet
+                  it fails (refused, closed, silent, 5xx, an error with status 200)  -> brain.lost -> WAITING
+    ANSWERING   the stream's first token was sent
+                  it breaks off: finished already -> its end is sent
+                                 can go on elsewhere (`replay`) -> brain.lost -> WAITING
+                                 cannot -> an error event and [DONE]
+    WAITING     the brain looks for another instance: `_sent` -> SENT or ANSWERING, `_refused` -> the end
+    over        brain.finished, tenants.leave: once, whatever came first
+
+The client may leave at any moment: the call is aborted at once, or the brain told that nobody waits any more.
+
+In fleets with roles the request goes to the prefill instance first, for one token, and then whole to the decode
+instance, which finds the prompt's KV in the store; if the first leg fails, the second recomputes.
+
+Back-pressure: a client that reads slowly pauses its own call only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headwater.conductor import outbound
+from headwater.conductor.answers import DONE, JSON, error_body, error_event, refuse
+from headwater.conductor.counts import Counts
+from headwater.conductor.http.exchange import Call, Headers, Sink, Upstreams
+from headwater.conductor.job import Job, Phase, Refusal, Target
+from headwater.conductor.legs import Moved, Small, Stream, Usage, Whole, room_of
+from headwater.conductor.parts import Brain, Registry, Tenants
+from headwater.conductor.replay import Plan, Story, Translator, Unmovable, body_of, obstacle
+from headwater.fleetfile.model import Limits, Times
+
+ROOM_S = 10.0
+"""How long an instance may take to say how long its model is."""
+_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_PASSED = frozenset({b"content-type", b"retry-after"})
+
+
+class Relay:
+    """See `parts.Relay`. `migrate`: whether streams of instances that die go on elsewhere."""
+
+    def __init__(
+        self,
+        upstreams: Upstreams,
+        registry: Registry,
+        brain: Brain,
+        tenants: Tenants,
+        counts: Counts,
+        limits: Limits,
+        times: Times,
+        clock: Callable[[], float],
+        *,
+        migrate: bool = True,
+    ) -> None:
+        self.upstreams, self.registry, self.brain, self.tenants = upstreams, registry, brain, tenants
+        self.counts, self.limits, self.times, self.clock = counts, limits, times, clock
+        self.migrate = migrate
+        self.under_way = 0
+        """Requests that are here."""
+
+    def __repr__(self) -> str:
+        return f"Relay({self.under_way} under way)"
+
+    def start(self, job: Job, target: Target) -> None:
+        """See `parts.Relay`."""
+        self.under_way += 1
+        passage = Passage(self, job, target)
+        job.exchange.watch(passage)
+        passage.begin_at(target)
+
+
+class Passage:
+    """One job's way from instances to its client: the owner of its legs, and the listener of its exchange."""
+
+    __slots__ = (
+        "_call",
+        "_full",
+        "_leg",
+        "_over",
+        "_plan",
+        "_prompt_tokens",
+        "_relay",
+        "_story",
+        "_target",
+        "_waits",
+        "exchange",
+        "job",
+        "limits",
+    )
+
+    def __init__(self, relay: Relay, job: Job, target: Target) -> None:
+        self.job, self.exchange, self.limits = job, job.exchange, relay.limits
+        self._relay, self._target = relay, target
+        self._call: Call | None = None
+        self._leg: Sink | None = None
+        self._full = self._over = self._waits = False
+        self._story: Story | None = None
+        self._plan: Plan | None = None
+        self._prompt_tokens = 0
+
+    # ---- to instances
+
+    def begin_at(self, target: Target) -> None:
+        """Send it there; also what the brain calls with another target."""
+        if self._over:
+            return
+        self._waits = False
+        self._target = target
+        if self._plan is not None:
+            self._go_on(self._plan)
+            return
+        self.job.phase = Phase.SENT
+        if target.prefill != target.decode:
+            self._prefill(target.prefill)
+        else:
+            self._ask()
+
+    def _prefill(self, number: int) -> None:
+        spec = self._relay.registry.spec(number)
+        path = outbound.PATHS[self.job.parsed.kind]
+        self._place(number, "POST", path, outbound.prefill_body(spec, self.job), Small(self._prefilled))
+
+    def _prefilled(self, status: int, body: bytes) -> None:
+        if status != 200 or body.startswith(b'{"error"'):
+            self._relay.counts.add("prefill_lost")
+        self._ask()
+
+    def _ask(self) -> None:
+        """The request itself."""
+        job, number = self.job, self._target.decode
+        spec = self._relay.registry.spec(number)
+        leg: Sink
+        if job.parsed.stream:
+            why = obstacle(job.parsed) if self._relay.migrate else "off"
+            body = outbound.body_to(spec, job, asks_ids=not why)
+            leg = Stream(self, why)
+        else:
+            body = outbound.body_to(spec, job, asks_ids=False)
+            leg = Whole(self)
+        self._place(number, "POST", outbound.PATHS[job.parsed.kind], body, leg)
+
+    def _go_on(self, plan: Plan) -> None:
+        """The rest of a stream; where nobody said how long it may get, the instance is asked for its model's length."""
+        if plan.answer_tokens is not None:
+            self._move(plan, None)
+            return
+        self._place(self._target.decode, "GET", "/v1/models", b"", Small(self._has_room), ROOM_S)
+
+    def _has_room(self, status: int, body: bytes) -> None:
+        assert self._plan is not None
+        if status == 200:
+            self._move(self._plan, room_of(body))
+        else:
+            self.cut("status" if status else "closed")
+
+    def _move(self, plan: Plan, room_tokens: int | None) -> None:
+        assert self._story is not None
+        try:
+            fields = body_of(plan, self.job.parsed, room_tokens)
+        except Unmovable as error:
+            self.stuck(error.reason)
+            return
+        number = self._target.decode
+        body = outbound.replay_body(self._relay.registry.spec(number), self.job, fields)
+        leg = Moved(self, self._story, Translator(self._story, plan))
+        self._relay.counts.add("moved")
+        self._place(number, "POST", "/v1/completions", body, leg)
+
+    def _place(self, number: int, method: str, path: str, body: bytes, leg: Sink, first_s: float | None = None) -> None:
+        relay = self._relay
+        headers = outbound.headers_to(relay.registry.spec(number), self.job)
+        self._leg = leg
+        most_s = relay.times.first_s if first_s is None else first_s
+        call = relay.upstreams.call(relay.registry.origin(number), method, path, headers, body, leg, first_s=most_s)
+        if self._leg is leg:
+            self._call = call
+            if self._full:
+                call.pause()
+
+    # ---- what legs tell
+
+    def begin(self) -> None:
+        """See `Owner`."""
+        job = self.job
+        job.first_s = self._relay.clock()
+        job.phase = Phase.ANSWERING
+        self.exchange.start(200, [*_STREAM, *self._ours()])
+        if not self._over:
+            self._relay.brain.started(job)
+
+    def progressed(self) -> None:
+        """See `Owner`."""
+        if not self._over:
+            self._relay.brain.progressed(self.job)
+
+    def resumed(self) -> None:
+        """See `Owner`."""
+        if not self._over:
+            self._relay.brain.started(self.job)
+
+    def counted(self, usage: Usage) -> None:
+        """See `Owner`."""
+        self._prompt_tokens = usage.prompt_tokens
+        self.job.answered_tokens = usage.completion_tokens or 0
+        if usage.prompt_tokens_details is not None:
+            self.job.cached_tokens = usage.prompt_tokens_details.cached_tokens
+
+    def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """See `Owner`."""
+        passed = [it for it in headers if it[0] in _PASSED]
+        self.exchange.answer(status, [*passed, *self._ours()], body)
+        self._end(whole=status == 200, how="whole" if status == 200 else "client_error")
+
+    def finished(self) -> None:
+        """See `Owner`. The leg stays to hear the end of its body, so that the connection can be used again."""
+        self.exchange.end()
+        self._end(whole=True, how="whole")
+        if self._full and self._call is not None:
+            self._call.resume()
+
+    def failed(self, why: str) -> None:
+        """See `Owner`."""
+        self._drop_call()
+        job, relay = self.job, self._relay
+        number = self._target.decode
+        job.lost.append(relay.registry.spec(number).name)
+        job.phase = Phase.WAITING
+        job.answered_tokens = len(self._story.ids) if self._story is not None else 0
+        self._waits = True
+        relay.brain.lost(job, number, why, self.begin_at, self._refused)
+
+    def cut(self, why: str) -> None:
+        """See `Owner`."""
+        leg = self._leg
+        if not self.exchange.started:
+            self.failed(why)
+            return
+        self._drop_call()
+        try:
+            if isinstance(leg, Stream):
+                if leg.is_said():
+                    self._close(DONE)
+                    return
+                self._story = leg.story()
+            assert self._story is not None, "a stream that goes on has a story"
+            if self._story.finish:
+                self._close(self._story.closing())
+                return
+            known = self.job.tokenised.ids if self.job.tokenised is not None else None
+            self._plan = self._story.plan(known)
+        except Unmovable as error:
+            self._relay.counts.add("lost", why)
+            self.stuck(error.reason)
+            return
+        self.failed(why)
+
+    def stuck(self, reason: str) -> None:
+        """See `Owner`."""
+        self._drop_call()
+        self._relay.counts.add("unmoved", reason)
+        message = "the instance that wrote this answer was lost, and no other could go on with it"
+        self.exchange.send(error_event(502, message, "stream_lost"))
+        self.exchange.end()
+        self._end(whole=False, how="lost")
+
+    def too_long(self) -> None:
+        """See `Owner`."""
+        self._drop_call()
+        if self.exchange.started:
+            self.exchange.send(error_event(502, "the instance sent an event beyond the limit", "answer_too_long"))
+            self.exchange.end()
+        else:
+            body = error_body(502, "the instance's answer is beyond the limit", "answer_too_long")
+            self.exchange.answer(502, [JSON, *self._ours()], body)
+        self._end(whole=False, how="too_long")
+
+    # ---- what the brain tells
+
+    def _refused(self, refusal: Refusal) -> None:
+        if self._over:
+            return
+        self._waits = False
+        if self.exchange.started:
+            self.stuck("refused")
+            return
+        refuse(self.exchange, refusal, self._ours())
+        self._end(whole=False, how="refused")
+
+    # ---- Listener
+
+    def gone(self) -> None:
+        """See `Listener`."""
+        if self._over:
+            return
+        self._drop_call()
+        if self._waits:
+            self._relay.brain.drop(self.job)
+        self._end(whole=False, how="left")
+
+    def full(self) -> None:
+        """See `Listener`."""
+        self._full = True
+        if self._call is not None:
+            self._call.pause()
+
+    def drained(self) -> None:
+        """See `Listener`."""
+        self._full = False
+        if self._call is not None:
+            self._call.resume()
+
+    # ---- inside
+
+    def _ours(self) -> Headers:
+        return [*self._target.headers.items(), (b"x-request-id", self.job.id.encode())]
+
+    def _drop_call(self) -> None:
+        call, self._call, self._leg = self._call, None, None
+        if call is not None:
+            call.abort()
+
+    def _close(self, rest: bytes) -> None:
+        self.exchange.send(rest)
+        self.finished()
+
+    def _end(self, *, whole: bool, how: str) -> None:
+        if self._over:
+            return
+        self._over = True
+        job, relay = self.job, self._relay
+        relay.under_way -= 1
+        job.phase = Phase.DONE
+        job.ended_s = relay.clock()
+        self.exchange.watch(None)
+        ids = job.tokenised.ids if job.tokenised is not None else None
+        prompt = self._prompt_tokens or (len(ids) if ids is not None else 0)
+        relay.tenants.used(job.tenant, prompt + job.answered_tokens, job.ended_s)
+        relay.tenants.leave(job.tenant)
+        relay.counts.add("ended", how)
+        relay.brain.finished(job, whole=whole)

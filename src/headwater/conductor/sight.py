@@ -1,0 +1,352 @@
+"""Who holds what: the index of one worker, fed by engines' events, by nodes, and by what was routed.
+
+    engine ── events/vllm ──► events/device ──┐
+    brain  ── expect, unexpect ──► device   ──┤──► PrefixIndex ◄── held ── brain
+    node   ── events/nodes ──► told, node_* ──┘
+
+Instances and nodes have numbers: the registry's, and those of the fleet file's list. Everything is called in one loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from headwater._kernels.index import make_table
+from headwater.conductor.events.device import RANK_SHIFT, Device
+from headwater.conductor.events.hottest import Hottest
+from headwater.conductor.events.namespaces import Model, Registration, Roots, Way
+from headwater.conductor.job import Lens
+from headwater.core.engine_keys import EngineHash
+from headwater.core.prefix import PrefixIndex
+from headwater.fleet import Held, Place
+from headwater.fleetfile.model import InstanceSpec
+from headwater.types import KEY_BYTES, Tier
+
+KEYS = 1 << 22
+PROMPTS_KEPT = 256
+"""Prompts whose keys are kept, by the very list of ids that they were asked for with."""
+HOT_SHOWN, KEY_DIGITS = 16, 12
+REMOTE = Place(Tier.REMOTE, 0)
+RANK_FIRST = 1 << RANK_SHIFT
+State = Callable[[], dict[str, object]]
+
+
+class _Prompt(NamedTuple):
+    """The lenses of a prompt that was asked for; holding the ids keeps their address theirs."""
+
+    ids: Sequence[int]
+    salt: str
+    ways: tuple[Way, ...]
+    lenses: tuple[Lens, ...]
+
+
+class Sight:
+    """See parts.Sight. `on_again` is called with an instance's number when its events are needed from the beginning, as
+    its keys have another root."""
+
+    def __init__(self, nodes: Sequence[str] = (), keys: int = KEYS) -> None:
+        """`nodes` are the fleet's, by number; `keys` is how many keys are kept at most."""
+        self.index = PrefixIndex(keys, KEY_BYTES, make_table)
+        self.on_again: Callable[[int], None] = _nobody
+        self.sources: dict[str, State] = {}
+        """Who tells us, and what they say of themselves; for `state`."""
+        self.unkeyable = 0
+        """Prompts with ids that are no token ids."""
+        self._nodes = list(nodes)
+        self._roots = Roots()
+        self._models: dict[str, Model] = {}
+        self._devices: dict[int, Device] = {}
+        self._specs: dict[int, InstanceSpec] = {}
+        self._registrations: dict[int, list[Registration]] = {}
+        self._prompts: dict[int, _Prompt] = {}
+        self._hottest = Hottest()
+        self._has_ranks = False
+
+    def __repr__(self) -> str:
+        return f"Sight({self.index!r}, {len(self._devices)} instances, {len(self._models)} models)"
+
+    # ---- who there is -----------------------------------------------------------------------------------
+
+    def joined(self, number: int, spec: InstanceSpec) -> Device:
+        """An instance is there; its events go to what this returns."""
+        self.left(number)
+        name = spec.served_name
+        model = self._models.get(name)
+        if model is None:
+            model = self._models[name] = Model(name)
+        known = model
+
+        def root(salt: str) -> bytes:
+            return self._roots.root(known.home, salt)
+
+        device = Device(
+            number,
+            self.index,
+            root,
+            block_tokens=spec.block_tokens,
+            capacity_tokens=spec.capacity_tokens,
+            ranks=spec.ranks,
+        )
+        device.on_block_tokens = lambda: self._plan(name)
+        self._devices[number], self._specs[number] = device, spec
+        self._plan(name)
+        self._assign()
+        return device
+
+    def learned(self, number: int, *, capacity_tokens: int | None = None, block_tokens: int | None = None) -> None:
+        """What an instance says of itself when it is asked."""
+        device = self._devices.get(number)
+        if device is None:
+            return
+        device.capacity_tokens = capacity_tokens or device.capacity_tokens
+        if block_tokens and block_tokens != device.block_tokens:
+            device.block_tokens = block_tokens
+            device.forget_all()
+            self._plan(self._specs[number].served_name)
+            self.on_again(number)
+
+    def left(self, number: int) -> None:
+        """See parts.Sight."""
+        device = self._devices.pop(number, None)
+        if device is None:
+            return
+        device.gone()
+        name = self._specs.pop(number).served_name
+        self._has_ranks = any(it.ranks > 1 for it in self._devices.values())
+        if any(spec.served_name == name for spec in self._specs.values()):
+            self._plan(name)
+        else:
+            del self._models[name]
+
+    def _plan(self, name: str) -> None:
+        sizes = [self._devices[it].block_tokens for it, spec in self._specs.items() if spec.served_name == name]
+        self._models[name].has_blocks(sizes)
+        self._has_ranks = any(it.ranks > 1 for it in self._devices.values())
+
+    # ---- what nodes tell --------------------------------------------------------------------------------
+
+    def registered(self, node: int, registrations: Sequence[Registration]) -> None:
+        """These are all that engines' plug-ins have registered with a node."""
+        self._registrations[node] = list(registrations)
+        self._assign()
+
+    def _assign(self) -> None:
+        """Tell the models which registrations are theirs."""
+        found: dict[str, list[Registration]] = {}
+        for node, registrations in sorted(self._registrations.items()):
+            for it in registrations:
+                name = self._model_of(node, it.instance)
+                if name is not None:
+                    found.setdefault(name, []).append(it)
+        for name, its in found.items():
+            if self._models[name].registered(its):
+                for number, spec in self._specs.items():
+                    if spec.served_name == name:
+                        self._devices[number].forget_all()
+                        self.on_again(number)
+
+    def _model_of(self, node: int, instance: str) -> str | None:
+        """Whose registration this is. A plug-in goes by `engine_id` and a word for this start of its engine; one that
+        was given no id can be told if the node's instances all serve one model."""
+        for spec in self._specs.values():
+            if instance == spec.name or instance.startswith((f"{spec.name}.", f"{spec.name}_dp")):
+                return spec.served_name
+        name = self._nodes[node]
+        served = {spec.served_name for spec in self._specs.values() if spec.node == name}
+        return served.pop() if len(served) == 1 else None
+
+    def node_changed(self, node: int, tier: Tier, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """A node has stored these chunks in one of its tiers, and removed those. REMOTE is everybody's."""
+        place = REMOTE if tier is Tier.REMOTE else Place(tier, node)
+        if stored:
+            self.index.stored(place, stored)
+        if removed:
+            self.index.removed(place, removed)
+
+    def node_forgotten(self, node: int) -> None:
+        """Nothing is known of a node any more; what is on REMOTE stays there."""
+        for tier in (Tier.HOST, Tier.DISK):
+            self.index.cleared(Place(tier, node))
+
+    # ---- what the brain asks ----------------------------------------------------------------------------
+
+    def lenses(self, model: str, salt: str, ids: Sequence[int]) -> Sequence[Lens]:
+        """See parts.Sight. Ids that are asked for are not changed afterwards."""
+        known = self._models.get(model)
+        if known is None:
+            return ()
+        ways = known.ways
+        prompt = self._prompts.get(id(ids))
+        if prompt is not None and prompt.ids is ids and prompt.ways is ways and prompt.salt == salt:
+            return prompt.lenses
+        keys = self._roots.keys
+        try:
+            lenses = tuple([Lens(keys(way, salt, ids), way.tokens) for way in ways])
+        except (OverflowError, TypeError):
+            self.unkeyable += 1
+            return ()
+        if len(self._prompts) >= PROMPTS_KEPT:
+            del self._prompts[next(iter(self._prompts))]
+        self._prompts[id(ids)] = _Prompt(ids, salt, ways, lenses)
+        return lenses
+
+    def held(self, model: str, lenses: Sequence[Lens]) -> Held:
+        """See parts.Sight."""
+        held: dict[Place, int] = {}
+        for keys, tokens in lenses:
+            found = self.index.find(keys, tokens)
+            if not found:
+                continue
+            longest = next(iter(found.values()))
+            self._hottest.met(keys[longest // tokens - 1], longest)
+            if held:
+                for place, count in found.items():
+                    if count > held.get(place, 0):
+                        held[place] = count
+            else:
+                held = found
+        return self._without_ranks(held) if self._has_ranks and held else held
+
+    def expect(self, number: int, lenses: Sequence[Lens]) -> None:
+        """See parts.Sight."""
+        device, keys = self._device_keys(number, lenses)
+        if device is not None and keys:
+            device.expect(keys)
+
+    def unexpect(self, number: int, lenses: Sequence[Lens]) -> None:
+        """See parts.Sight."""
+        device, keys = self._device_keys(number, lenses)
+        if device is not None and keys:
+            device.unexpect(keys)
+
+    def kv_bytes_per_token(self, model: str) -> int:
+        """As the plug-in's layout has it; 0 while nobody has said."""
+        known = self._models.get(model)
+        return 0 if known is None else known.kv_bytes_per_token
+
+    def _device_keys(self, number: int, lenses: Sequence[Lens]) -> tuple[Device | None, Sequence[bytes]]:
+        """An instance, and the keys that its events would have."""
+        device = self._devices.get(number)
+        if device is None:
+            return None, ()
+        model = self._models[self._specs[number].served_name]
+        way = model.block_way(device.block_tokens)
+        at = model.ways.index(way)
+        # Routed before the ways changed: it will be said by events.
+        fits = at < len(lenses) and lenses[at].tokens == way.tokens and len(lenses) == len(model.ways)
+        return device, lenses[at].keys if fits else ()
+
+    @staticmethod
+    def _without_ranks(held: Mapping[Place, int]) -> dict[Place, int]:
+        """An instance holds what the best of its ranks does."""
+        merged: dict[Place, int] = {}
+        for place, count in held.items():
+            if place.number >= RANK_FIRST:
+                place = Place(place.tier, place.number & RANK_FIRST - 1)
+            if count > merged.get(place, 0):
+                merged[place] = count
+        return merged
+
+    # ---- what others ask --------------------------------------------------------------------------------
+
+    def query(self, model: str, ids: Sequence[int], salt: str = "") -> dict[str, dict[str, Any]]:
+        """Who holds how many tokens of a prompt, by instance, in the words of Mooncake's indexer."""
+        lenses = self.lenses(model, salt, ids)
+        held: dict[Place, int] = {}
+        for keys, tokens in lenses:
+            for place, count in self.index.find(keys, tokens).items():
+                held[place] = max(held.get(place, 0), count)
+        answer = {}
+        for number, spec in self._specs.items():
+            if spec.served_name != model:
+                continue
+            device = self._devices[number]
+            routed = held.get(device.place, 0)
+            ranks = {rank: max(held.get(place, 0), routed) for rank, place in enumerate(device.places)}
+            on_device = max(ranks.values())
+            node = self._nodes.index(spec.node) if spec.node in self._nodes else None
+            host, disk = (0 if node is None else held.get(Place(it, node), 0) for it in (Tier.HOST, Tier.DISK))
+            answer[spec.name] = {
+                "longest_matched": max(on_device, host, disk),
+                "GPU": on_device,
+                "CPU": host,
+                "DISK": disk,
+                "DP": {str(rank): count for rank, count in ranks.items()},
+            }
+        return answer
+
+    def query_by_hash(self, hashes: Sequence[EngineHash]) -> dict[str, dict[str, Any]]:
+        """The same for blocks by the names that engines gave them, of which only engines know."""
+        answer = {}
+        for number, device in self._devices.items():
+            ranks = [count * device.block_tokens for count in device.matched(hashes)]
+            answer[self._specs[number].name] = {
+                "longest_matched": max(ranks),
+                "GPU": max(ranks),
+                "CPU": 0,
+                "DISK": 0,
+                "DP": {str(rank): count for rank, count in enumerate(ranks)},
+            }
+        return answer
+
+    def state(self) -> dict[str, Any]:
+        """See parts.Sight: without keys but the beginnings of those of the hottest prefixes."""
+        return {
+            "keys": len(self.index),
+            "keys_max": self.index.limit,
+            "forgotten": self.index.forgotten,
+            "unkeyable": self.unkeyable,
+            "models": {
+                it.name: {
+                    "registered": it.is_registered,
+                    "tokens_a_key": [way.tokens for way in it.ways],
+                    "kv_bytes_per_token": it.kv_bytes_per_token,
+                }
+                for it in self._models.values()
+            },
+            "devices": {self._specs[number].name: _device_state(it) for number, it in self._devices.items()},
+            "sources": {name: state() for name, state in self.sources.items()},
+            "hottest": [
+                {
+                    "key": it.key.hex()[:KEY_DIGITS],
+                    "tokens": it.tokens,
+                    "hits": it.hits,
+                    "places": sorted(self._place_name(place) for place in self._without_ranks(self._holders(it.key))),
+                }
+                for it in self._hottest.top(HOT_SHOWN)
+            ],
+        }
+
+    def _holders(self, key: bytes) -> dict[Place, int]:
+        return self.index.find([key])
+
+    def _place_name(self, place: Place) -> str:
+        if place.tier is Tier.DEVICE:
+            spec = self._specs.get(place.number)
+            return f"device:{place.number if spec is None else spec.name}"
+        if place.tier is Tier.REMOTE:
+            return "remote"
+        return f"{place.tier.value}:{self._nodes[place.number]}"
+
+
+def _device_state(device: Device) -> dict[str, Any]:
+    sums = device.sums
+    return {
+        "block_tokens": device.block_tokens,
+        "ranks": device.ranks,
+        "blocks": device.hashes,
+        "expected": device.expected,
+        "stored": sums.stored,
+        "removed": sums.removed,
+        "cleared": sums.cleared,
+        "foreign": sums.foreign,
+        "passed": sums.passed,
+        "orphans": sums.orphans,
+        "malformed": sums.malformed,
+        "unknown": sums.unknown,
+    }
+
+
+def _nobody(number: int) -> None:
+    """Nobody can ask for events again."""

@@ -1,0 +1,199 @@
+"""One worker process: all parts of a Conductor, put together, from start to drain.
+
+Theory of operation. `starting` says how its parent starts and ends it. Within:
+
+    made       parts, from the bottom up; instances are asked whether they live; nodes and engines are listened to
+    READY_S    until the first round of questions is answered, and tokenizers are loaded
+    serving    the port is open, the parent is told
+    draining   by SIGTERM, by a lifeline that ends, by POST /drain (which ends nothing): no new requests, those that are
+               under way end within `drain_s`
+    closed     from the top down
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import uvloop
+
+from headwater.conductor.app import App
+from headwater.conductor.brain import FleetBrain
+from headwater.conductor.control.worker import WorkerControl
+from headwater.conductor.counts import Counts
+from headwater.conductor.engine_ids import EngineIds
+from headwater.conductor.events.sources import Sources
+from headwater.conductor.http.server import HttpServer
+from headwater.conductor.http.tls import listener_context
+from headwater.conductor.http.upstream import UpstreamPool
+from headwater.conductor.polling import Polling
+from headwater.conductor.quota_page import QuotaPage
+from headwater.conductor.registry import Roster
+from headwater.conductor.relay import Relay
+from headwater.conductor.sight import Sight
+from headwater.conductor.signals import Signals
+from headwater.conductor.starting import HOPELESS, Start, read_start, say_ready
+from headwater.conductor.tenants import KeyedTenants
+from headwater.conductor.tokens.service import TokensService
+from headwater.core.rates import USUAL
+from headwater.errors import ConfigError, HeadwaterError
+from headwater.values import split_address
+
+log = logging.getLogger(__name__)
+
+SETTLE_S = 3.0
+"""So long a worker waits for the first instance to answer before it takes requests; there may be none yet."""
+SETTLE_AGAIN_S = 0.05
+KEPT_S = 2.0
+"""How often the books are swept: capacities told to `sight`, departed instances released."""
+COLLECT_AFTER = 100_000
+"""Objects that are made, and not freed, between two collections: the usual 700 would run one in every few requests."""
+
+
+class Worker:
+    """The parts of one worker. Made, used and closed in the running loop."""
+
+    def __init__(self, start: Start, stack: AsyncExitStack) -> None:
+        """Whatever has to be closed is left on `stack`. Raises ConfigError, ResourceError."""
+        loop = asyncio.get_running_loop()
+        fleet = start.fleet
+        about = fleet.conductor
+        # A name of this life: another one's books begin from nothing.
+        self.name = f"{os.urandom(4).hex()}{start.row}"
+        self.start, self.fleet, self.counts, self.loop = start, fleet, Counts(), loop
+        tls = None
+        if about.tls_certificate is not None and about.tls_key is not None:
+            tls = listener_context(about.tls_certificate, about.tls_key)
+        page = QuotaPage.open(start.quotas, start.row)
+        stack.callback(page.close)
+        self.tenants = KeyedTenants(fleet.tenants, page, fleet.secret)
+        self.roster = Roster(fleet, USUAL)
+        self.upstreams = UpstreamPool(about.limits, about.times, self.counts)
+        stack.push_async_callback(self.upstreams.stop)
+        nodes = [(it.name, it.socket) for it in fleet.nodes]
+        self.sight = Sight([it.name for it in fleet.nodes], about.index_keys)
+        self.sources = Sources(self.sight, nodes)
+        stack.push_async_callback(self.sources.close)
+        self.brain = FleetBrain(
+            fleet, self.roster, self.sight, self.counts, loop, name=self.name, serial=time.time_ns()
+        )
+        self.brain.fleet.links = self.sources.links
+        self.roster.watch(joined=self._joined, left=self.sources.remove)
+        for number in self.roster.instances():
+            self._joined(number)
+        self.polling = Polling(self.roster, self.upstreams, loop, told=self._told, changed=self.brain.changed)
+        self.brain.choosing.health = self.polling
+        stack.callback(self.polling.close)
+        self.engine_ids = EngineIds(self.upstreams, self.roster)
+        models = {it.served_name: it.model for it in fleet.instances}
+        self.tokens = TokensService(models, about.tokens, self.counts, loop, ask=self.engine_ids.ask)
+        stack.callback(self.tokens.close)
+        self.relay = Relay(
+            self.upstreams, self.roster, self.brain, self.tenants, self.counts, about.limits, about.times, loop.time,
+            migrate=about.migrate,
+        )  # fmt: skip
+        self.app = App(
+            self.name,
+            self.tenants,
+            self.tokens,
+            self.brain,
+            self.relay,
+            self.roster,
+            self.counts,
+            about.limits,
+            loop.time,
+        )
+        self.server = HttpServer(self.app, about.limits, about.times, self.counts, tls)
+        self.control = WorkerControl(
+            start.row,
+            brain=self.brain,
+            sight=self.sight,
+            registry=self.roster,
+            tenants=self.tenants,
+            counts=self.counts,
+            is_ready=lambda: not self.app.draining,
+            drain=self.take_no_more,
+            leaves=self.brain.depart,
+        )
+        stack.push_async_callback(self.control.close)
+
+    def _joined(self, number: int) -> None:
+        self.sources.add(number, self.roster.spec(number))
+
+    def _told(self, number: int, signals: Signals, asked_s: float) -> None:
+        self.sight.learned(number, capacity_tokens=signals.capacity_tokens, block_tokens=signals.block_tokens)
+        spec = self.roster.spec(number)
+        self.brain.fleet.kv_bytes_per_token = self.sight.kv_bytes_per_token(spec.served_name)
+        self.brain.told(number, signals, asked_s)
+
+    def take_no_more(self) -> None:
+        """Refuse new requests."""
+        self.app.draining = True
+
+    async def serve(self, ended: asyncio.Event) -> None:
+        """Until `ended`, and then until what is under way has ended or `drain_s` is over. Raises ConfigError."""
+        about = self.fleet.conductor
+        await self.control.start(Path(self.start.directory))
+        self.polling.start()
+        await self._settle(ended)
+        host, port = split_address(about.listen)
+        await self.server.start(host, int(port), reuse_port=True)
+        try:
+            for name in {it.served_name for it in self.fleet.instances}:
+                self.tokens.verify(name)
+            say_ready(self.start)
+            await ended.wait()
+            self.take_no_more()
+            await self.server.drain(about.times.drain_s)
+        finally:
+            await self.server.close()
+
+    async def _settle(self, ended: asyncio.Event) -> None:
+        deadline_s = self.loop.time() + SETTLE_S
+        while not ended.is_set() and self.loop.time() < deadline_s:
+            if any(it.alive for it in self.roster.instances().values()):
+                return
+            await asyncio.sleep(SETTLE_AGAIN_S)
+
+
+async def run(start: Start) -> None:
+    """One worker's life. Raises HeadwaterError."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the parent's business
+    loop.add_reader(start.lifeline, ended.set)
+    try:
+        async with AsyncExitStack() as stack:
+            worker = Worker(start, stack)
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(COLLECT_AFTER, 10, 10)
+            await worker.serve(ended)
+    finally:
+        loop.remove_reader(start.lifeline)
+
+
+def main() -> int:
+    """The exit code, as `starting` has it."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        start = read_start()
+        uvloop.run(run(start))
+    except ConfigError as error:
+        log.error("%s", error)
+        return HOPELESS
+    except HeadwaterError as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

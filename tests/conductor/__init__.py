@@ -1,0 +1,1 @@
+"""The Conductor: its parts, and all of it over fake engines."""

@@ -1,0 +1,1 @@
+"""The raw HTTP data path: what clients and instances may do to it."""

@@ -1,0 +1,57 @@
+"""A worker for tests of its parent: listens, says who it is, and does what is wished. `python -m tests.up.worker`."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from headwater.conductor.quota_page import QuotaPage
+from headwater.conductor.starting import read_start, say_ready
+from headwater.values import split_address
+
+WISH = "WORKER_WISH"
+
+
+def main() -> None:
+    """Serve until told to drain, or until the parent is gone."""
+    start = read_start()
+    wish = os.environ.get(WISH, "")
+    if any(it.name == "refused" for it in start.fleet.tenants):
+        sys.exit(2)
+    if wish == "dies" or any(it.name == "deadly" for it in start.fleet.tenants):
+        sys.exit(3)
+    page = QuotaPage.open(start.quotas, start.row)
+    terminated, told = os.pipe()
+    signal.signal(signal.SIGTERM, lambda *_: None if wish == "stubborn" else os.write(told, b"\0") and None)
+    host, port = split_address(start.fleet.conductor.listen)
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    server.bind((host, int(port)))
+    server.listen()
+    marks = Path(start.directory)
+    (marks / f"up-{start.row}-{os.getpid()}").touch()
+    if wish != "mute":
+        say_ready(start)
+    while True:
+        readable, _, _ = select.select([server, start.lifeline, terminated], [], [])
+        if server in readable:
+            answer(server.accept()[0], start.row, [it.name for it in start.fleet.tenants], start.fleet.secret)
+        if start.lifeline in readable or terminated in readable:
+            break
+    page.close()
+    (marks / f"drained-{start.row}-{os.getpid()}").touch()
+
+
+def answer(link: socket.socket, row: int, tenants: list[str], secret: str) -> None:
+    """Say who this is, and hang up."""
+    with link:
+        link.sendall(json.dumps({"pid": os.getpid(), "row": row, "tenants": tenants, "secret": secret}).encode())
+
+
+if __name__ == "__main__":
+    main()
