@@ -120,7 +120,7 @@ def test_one_url_gets_everything_and_several_take_turns(engines: list[FakeEngine
     assert through[0].text == requests[0].messages[1]["content"][:4] + "!"
     assert (through[0].prompt_tokens, through[0].cached_tokens) == (200, 160)
     assert through[0].reused == (("device", 32), ("host", 128))
-    assert {it["max_tokens"] for it in engines[0].asked} == {SMALL.answer_tokens}
+    assert {(it["min_tokens"], it["max_tokens"]) for it in engines[0].asked} == {(SMALL.answer_tokens,) * 2}
     assert {it["temperature"] for it in engines[0].asked} == {0}
 
 

@@ -1,4 +1,4 @@
-"""`headwater fleet`, `headwater conductor explain` and `headwater conductor key`; the control API says what tests like."""
+"""`headwater fleet`, `headwater conductor explain` and `... key`; the control API says what tests like."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ class Client:
         self.status = 0
         self.headers: Headers = []
         self.sent: list[bytes] = []
+        self.size_bytes = 0
         self.changed = asyncio.Event()
         self.listener: Listener | None = None
 
@@ -85,6 +86,7 @@ class Client:
         assert self.started, "a body without a head"
         if not self.closed:
             self.sent.append(data)
+            self.size_bytes += len(data)
             self.changed.set()
 
     def end(self) -> None:

@@ -1,9 +1,9 @@
 """A whole Conductor as its users run it: `headwater conductor` in processes of its own, over fake engines of this one.
 
-    with running(tmp_path, engines=2) as fleet:
-        answer = fleet.post("/v1/chat/completions", {...})
-        fleet.engines[0].script(Script(close_at=3))
-        fleet.control("GET", "/fleet")
+with running(tmp_path, engines=2) as fleet:
+    answer = fleet.post("/v1/chat/completions", {...})
+    fleet.engines[0].script(Script(close_at=3))
+    fleet.control("GET", "/fleet")
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Fleet:
     def post(self, path: str, body: object, headers: dict[str, str] | None = None) -> Answer:
         """Ask, and read to the end."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return asked(self.port, "POST", path, data, {"content-type": "application/json", **self.headers, **(headers or {})})
+        return asked(
+            self.port, "POST", path, data, {"content-type": "application/json", **self.headers, **(headers or {})}
+        )
 
     def get(self, path: str, headers: dict[str, str] | None = None) -> Answer:
         return asked(self.port, "GET", path, None, {**self.headers, **(headers or {})})
@@ -123,10 +125,9 @@ def until(fact: Callable[[], object], what: Callable[[], object], within_s: floa
 
 
 @contextmanager
-def running(
-    folder: Path, engines: int = 2, *, file: dict[str, Any] | None = None, **conductor: Any
-) -> Iterator[Fleet]:
-    """A Conductor that is ready, over so many toy engines; `file` has more of the fleet file, `conductor` of its section."""
+def running(folder: Path, engines: int = 2, *, file: dict[str, Any] | None = None, **conductor: Any) -> Iterator[Fleet]:
+    """A Conductor that is ready, over so many toy engines; `file` has more of the fleet file, `conductor` of its
+    section."""
     with ExitStack() as stack:
         served = [stack.enter_context(serving()) for _ in range(engines)]
         port, control_port = free_port(), free_port()

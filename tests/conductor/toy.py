@@ -102,7 +102,6 @@ class Writer:
         self._ahead: list[int] = []
         self._raw = b"".join(map(toy.token_bytes, prompt))
         self._said = 0 if _is_cut(self._raw) else len(self._raw)
-        self._raw_from = 0
         self.text, self._shown, self.count = "", 0, 0
 
     def next(self) -> int:
@@ -117,7 +116,7 @@ class Writer:
         before = len(self.text)
         if not _is_cut(self._raw):
             self.text += self._raw[self._said :].decode(errors="replace")
-            self._said = len(self._raw)
+            self._raw, self._said = b"", 0
         self._new = len(self.text) - before
         return token
 
@@ -141,6 +140,9 @@ class Writer:
         if until <= self._shown:
             return ""
         text, self._shown = self.text[self._shown : until], until
+        if self._shown > 4096:
+            # Only the last of it can still be a part of a stop string.
+            self.text, self._shown = self.text[self._shown - 256 :], 256
         return text
 
 

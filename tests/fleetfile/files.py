@@ -11,6 +11,7 @@ from headwater.fleetfile.read import read_fleet
 DIGEST = "sha256:" + "ab" * 32
 OTHER = "sha256:" + "cd" * 32
 LEAST = "model: /models/smol\ninstances:\n  - {name: chat}\n"
+CLUSTER_TENANTS = f"tenants: [{{name: blue, keys: [{DIGEST}]}}]\n"
 WHOLE = f"""
 cluster: blue
 model: /models/smol

@@ -155,6 +155,20 @@ def test_watchers_are_few(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     links[2].call(Watch(), Watched)
 
 
+def test_the_list_of_instances_fits_into_an_answer(rig: Rig, watcher: Watcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "INSTANCES_BYTES_MAX", 1000)
+    for number in range(20):
+        rig.session(f"{number}")
+    eventually(lambda: watcher.ask() and 0 < len(watcher.instances) < 10)
+
+
+def test_only_the_nodes_own_user_may_watch(rig: Rig, watcher: Watcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwater.node.server.peer_user", lambda _: 4242)
+    with pytest.raises(RefusedError, match="user"):
+        watcher.ask()
+    assert len(rig.node.watching) == 0
+
+
 def test_a_node_that_ends_ends_the_watch(config: NodeConfig) -> None:
     with rigged(config) as rig:
         watcher = Watcher(rig.link("conductor"))
@@ -169,7 +183,7 @@ def test_only_the_group_that_needs_every_chunk_counts(rig: Rig, watcher: Watcher
     layout = KVLayout(16, groups)
     session = rig.session("one", namespace(layout), layout, maps=True)
     wanted = keys(4)
-    got = session.reserve(wanted, lacking=[(0, 0), (1, 0)])
+    got = session.reserve(wanted, lacking=[(0, 0), (0, 1)])
     session.done(got.ticket)
     eventually(lambda: watcher.knows(host=set(wanted)))
     late = Watcher(rig.link("late"))

@@ -105,7 +105,7 @@ class FleetBrain:
         self._asks = False
         self._alarm: Timer | None = None
         self._alarm_s = float("inf")
-        roster.watch(self._joined, self._left)
+        roster.watch(self._joined, self._left, self._leaving)
         for number in roster.instances():
             self._joined(number)
 
@@ -445,6 +445,10 @@ class FleetBrain:
         """Let an instance go that was unregistered, once nothing of ours is under way there."""
         if not self._at.get(number) and self._roster.leaving(number):
             self._roster.release(number)
+
+    def _leaving(self, number: int) -> None:
+        """Not at once: whoever unregistered it may want to know what it was."""
+        self._timers.call_later(0.0, partial(self.depart, number))
 
     def _joined(self, number: int) -> None:
         spec = self._roster.spec(number)

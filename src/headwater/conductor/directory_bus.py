@@ -4,7 +4,7 @@ Theory of operation. Two connections, as a connection that listens cannot say an
 
     connect    both, log in, subscribe             within CONNECT_S, or pause and try again
     serve      messages come and go                every PING_S both are asked for a sign of life
-    lost       closed, silent for SILENT_S, or nonsense            -> pause, longer each time up to PAUSE_MOST_S; connect
+    lost       closed, silent for SILENT_S, or nonsense            -> a pause, longer each time, up to PAUSE_MOST_S
 
 Nothing is kept for a server that is away: what was not said is said anew a moment later. Who can log in to the server
 can send us anything; see `sharing` for what comes of it. The user needs +publish, +subscribe and the channel, besides
@@ -91,9 +91,8 @@ class DirectoryBus:
         try:
             with suppress(OSError, TimeoutError, ProtocolError):
                 async with asyncio.timeout(CONNECT_S):
-                    for heard in (self._answered, self._heard):
-                        links.append(await self._connect(heard))
-                    says, hears = links
+                    links.append(says := await self._connect(self._answered))
+                    links.append(hears := await self._connect(self._heard))
                     hears.send(b"SUBSCRIBE", self._channel)
                 self._says = says
                 while not says.lost.done() and not hears.lost.done():

@@ -46,6 +46,8 @@ class Answer(msgspec.Struct):
     error: Any = None
     choices: msgspec.Raw = msgspec.Raw()
     object: str = ""
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
 
 
 _read_answer = msgspec.json.Decoder(Answer).decode
@@ -133,7 +135,9 @@ class Body:
             return
         if answer.usage is not None:
             owner.counted(answer.usage)
-        owner.answer(status, self.headers, _without_transfer(body))
+        if answer.kv_transfer_params or answer.ec_transfer_params:
+            body = _without_transfer(body)
+        owner.answer(status, self.headers, body)
 
 
 class Whole:
@@ -225,14 +229,11 @@ class Stream:
     def _pass(self, events: bytes) -> None:
         """Nearly always one event with tokens, which is done with here."""
         if self._answering and events.find(_END) == len(events) - 2:
-            at = events.find(_TOKENS) + len(_TOKENS)
-            end = events.find(b"]", at)
-            if at >= len(_TOKENS) and end >= 0:
-                count = events.count(b",", at, end) + (end > at)
-                self._say(events, count, events[: at - 1] + b"null" + events[end + 1 :] if self._strips else events)
-                return
-            if _CHOICE in events:
-                self._say(events, 1, events)
+            out = self._token_event(events)
+            if out is not None:
+                self._owner.exchange.send(out)
+                if self._unreported >= REPORTED_TOKENS:
+                    self._report()
                 return
         self._pass_each(events)
 
@@ -241,7 +242,8 @@ class Stream:
         broken = False
         try:
             for event in each(events):
-                out.append(self._one(event))  # noqa: PERF401, what came before an error is kept
+                quick = self._token_event(event) if self._answering else None
+                out.append(self._one(event) if quick is None else quick)
         except EngineError:
             broken = True
         said = b"".join(out)
@@ -251,15 +253,28 @@ class Stream:
             self._owner.cut("error")
         elif self._done:
             self._owner.finished()
+        elif self._unreported >= REPORTED_TOKENS:
+            self._report()
 
-    def _say(self, events: bytes, count: int, out: bytes) -> None:
-        self._keep(events)
+    def _token_event(self, event: bytes) -> bytes | None:
+        """What is sent for an event that brings tokens; None for others, for which `_one` is."""
+        at = event.find(_TOKENS) + len(_TOKENS)
+        end = event.find(b"]", at)
+        if at >= len(_TOKENS) and end >= 0:
+            count = event.count(b",", at, end) + (end > at)
+            out = event[: at - 1] + b"null" + event[end + 1 :] if self._strips else event
+        elif _CHOICE in event:
+            count, out = 1, event
+        else:
+            return None
         self._job.answered_tokens += count
-        self._owner.exchange.send(out)
         self._unreported += count
-        if self._unreported >= REPORTED_TOKENS:
-            self._unreported = 0
-            self._owner.progressed()
+        self._keep(event)
+        return out
+
+    def _report(self) -> None:
+        self._unreported = 0
+        self._owner.progressed()
 
     def _keep(self, event: bytes) -> None:
         self._last = event
@@ -469,7 +484,5 @@ def _says(data: bytes) -> bool:
 
 def _without_transfer(body: bytes) -> bytes:
     """An answer without what engines tell each other."""
-    if b'_transfer_params":{' not in body:
-        return body
     fields: dict[str, Any] = msgspec.json.decode(body)
     return msgspec.json.encode({name: it for name, it in fields.items() if not name.endswith("_transfer_params")})

@@ -9,7 +9,7 @@ as here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,29 +25,40 @@ FORGED = ("kv_", "ec_", "headwater")
 """How keys of `vllm_xargs` begin that engines would take for their own."""
 
 _encode = msgspec.json.Encoder().encode
-_JSON_TYPE = (b"content-type", b"application/json")
 _SPACE = b" \t\r\n"
 
 
-def headers_to(spec: InstanceSpec, job: Job) -> Headers:
-    """The headers of a request to this instance."""
-    headers = [_JSON_TYPE, (b"x-request-id", job.id.encode())]
-    headers += [it for it in job.exchange.request.headers if it[0] in PASSED]
-    key = instance_key(spec)
+class Endpoint(NamedTuple):
+    """What every request to one instance has in common."""
+
+    spec: InstanceSpec
+    headers: Headers
+    prioritises: bool
+    """Whether it knows priorities; vLLM refuses them otherwise."""
+
+
+def endpoint(spec: InstanceSpec) -> Endpoint:
+    """Of an instance. Its key is what it is started with, if anything."""
+    key = spec.environment.get("VLLM_API_KEY") or _flag(spec, "--api-key")
+    headers = [(b"content-type", b"application/json")]
     if key:
         headers.append((b"authorization", b"Bearer " + key.encode()))
+    return Endpoint(spec, headers, _flag(spec, "--scheduling-policy") == "priority")
+
+
+def headers_to(to: Endpoint, job: Job) -> Headers:
+    """The headers of a request to this instance."""
+    headers = [*to.headers, (b"x-request-id", job.id.encode())]
+    for header in job.exchange.request.headers:
+        if header[0] in PASSED:
+            headers.append(header)  # noqa: PERF401, nearly always none
     return headers
 
 
-def instance_key(spec: InstanceSpec) -> str:
-    """The key that an instance wants of us: what it is started with; '' for none."""
-    return spec.environment.get("VLLM_API_KEY") or _flag(spec, "--api-key")
-
-
-def body_to(spec: InstanceSpec, job: Job, *, asks_ids: bool) -> bytes:
+def body_to(to: Endpoint, job: Job, *, asks_ids: bool) -> bytes:
     """The request's body for this instance. `asks_ids`: the stream may have to move, so its ids are asked for."""
     parsed = job.parsed
-    added = additions(spec, job)
+    added = additions(to, job)
     if parsed.stream:
         if asks_ids:
             added["return_token_ids"] = True
@@ -60,19 +71,19 @@ def body_to(spec: InstanceSpec, job: Job, *, asks_ids: bool) -> bytes:
     return _encode({**kept(parsed), **added})
 
 
-def prefill_body(spec: InstanceSpec, job: Job) -> bytes:
+def prefill_body(to: Endpoint, job: Job) -> bytes:
     """The same request for an instance that only computes its prompt: one token, in one piece."""
     fields = {name: value for name, value in kept(job.parsed).items() if name not in _OF_ANSWERS}
-    fields |= additions(spec, job)
+    fields |= additions(to, job)
     fields |= {"stream": False, "max_tokens": 1}
     if job.parsed.kind is Kind.CHAT:
         fields["max_completion_tokens"] = 1
     return _encode(fields)
 
 
-def replay_body(spec: InstanceSpec, job: Job, fields: Mapping[str, Any]) -> bytes:
+def replay_body(to: Endpoint, job: Job, fields: Mapping[str, Any]) -> bytes:
     """A completion that goes on with a stream of another instance; see `replay`."""
-    return _encode({**_unforged(fields), **additions(spec, job)})
+    return _encode({**_unforged(fields), **additions(to, job)})
 
 
 def kept(parsed: Parsed) -> dict[str, Any]:
@@ -80,14 +91,11 @@ def kept(parsed: Parsed) -> dict[str, Any]:
     return _unforged({name: value for name, value in parsed.fields.items() if name not in _OURS})
 
 
-def additions(spec: InstanceSpec, job: Job) -> dict[str, Any]:
-    """What we say: the salt, and the priority where the instance has any (vLLM refuses it elsewhere).
-
-    In vLLM the least comes first; a tenant's priority is the other way round.
-    """
+def additions(to: Endpoint, job: Job) -> dict[str, Any]:
+    """What we say: the salt, and the priority. In vLLM the least comes first; a tenant's is the other way round."""
     added: dict[str, Any] = {"cache_salt": job.salt} if job.salt else {}
     priority = job.parsed.priority - job.tenant.priority
-    if priority and _flag(spec, "--scheduling-policy") == "priority":
+    if priority and to.prioritises:
         added["priority"] = priority
     return added
 

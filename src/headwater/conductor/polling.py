@@ -86,12 +86,11 @@ class Polling:
     def trouble(self, number: int, why: str) -> None:
         """The data path's word: a request was lost there, and why."""
         it = self._watched.get(number)
-        if it is None or not it.is_well():
+        if it is None or not it.is_well() or why not in GONE:
             return
         it.round += 1
-        it.breaker.failed(self._timers.time(), self._draw.random(), unavailable=why in GONE)
-        if not it.is_well():
-            self._out(it)
+        it.breaker.failed(self._timers.time(), self._draw.random(), unavailable=True)
+        self._out(it)
 
     def share(self, number: int, now: float) -> float:
         """How much of its usual share of requests it may have: 1 but for a while after it came back."""

@@ -3,8 +3,8 @@
 Theory of operation. An instance has a number as long as it is there, the least that is free:
 
     register     joins: a number, `joined` is called                                       -> HERE
-    unregister   gets no more requests (draining); who keeps count of those under way      -> LEAVING
-                 releases it when there are none
+    unregister   gets no more requests (draining), `leaving` is called; who keeps count    -> LEAVING
+                 of those under way releases it when there are none
     release      `left` is called, for each who remembers anything by number; only then
                  the number is free for another                                            -> gone
 
@@ -69,6 +69,7 @@ class Roster:
         self._node_names: list[str] = []
         self._joined: list[Callable[[int], None]] = []
         self._left: list[Callable[[int], None]] = []
+        self._leaving: list[Callable[[int], None]] = []
         self._changes: OrderedDict[str, Change] = OrderedDict()
         self.newest = 0
         """The stamp of the latest change."""
@@ -127,9 +128,16 @@ class Roster:
 
     # ---- who comes and goes
 
-    def watch(self, joined: Callable[[int], None] | None = None, left: Callable[[int], None] | None = None) -> None:
-        """Be told of instances from now on; `left` when nothing of it is under way any more, in the order of watching,
-        while its name and spec can still be asked for."""
+    def watch(
+        self,
+        joined: Callable[[int], None] | None = None,
+        left: Callable[[int], None] | None = None,
+        leaving: Callable[[int], None] | None = None,
+    ) -> None:
+        """Be told of instances from now on, in the order of watching; `leaving` when it was unregistered, of which
+        one has to see that it is released; `left` just before it is, while its name and spec can still be asked for."""
+        if leaving is not None:
+            self._leaving.append(leaving)
         if joined is not None:
             self._joined.append(joined)
         if left is not None:
@@ -154,11 +162,13 @@ class Roster:
         return number
 
     def unregister(self, name: str, stamp: int) -> int | None:
-        """An instance gets no more requests; its number, to be released when none are under way. None if unknown."""
+        """An instance gets no more requests, and is released when none are under way: its number. None if unknown."""
         number = self._numbers.get(name)
         if number is not None:
             self._instances[number].draining = True
             self._note(Change(stamp, name, None))
+            for leaving in self._leaving:
+                leaving(number)
         return number
 
     def leaving(self, number: int) -> bool:
@@ -181,18 +191,15 @@ class Roster:
         """All that is known of run time, for workers that have missed some."""
         return list(self._changes.values())
 
-    def heard(self, change: Change) -> int | None:
-        """Another worker's word; the number of an instance that is to be released when nothing of it is under way.
-        What is older than what we know is nothing. Raises RefusedError as `register`."""
+    def heard(self, change: Change) -> None:
+        """Another worker's word. What is older than what we know is nothing. Raises RefusedError as `register`."""
         known = self._changes.get(change.name)
         if known is not None and known.stamp >= change.stamp:
-            return None
-        if change.spec is None:
-            number = self.unregister(change.name, change.stamp)
+            return
+        if change.spec is not None:
+            self.register(change.spec, change.stamp)
+        elif self.unregister(change.name, change.stamp) is None:
             self._note(change)
-            return number
-        self.register(change.spec, change.stamp)
-        return None
 
     def _note(self, change: Change) -> None:
         self._changes.pop(change.name, None)

@@ -60,9 +60,17 @@ class Relay:
         self.migrate = migrate
         self.under_way = 0
         """Requests that are here."""
+        self._endpoints: dict[int, outbound.Endpoint] = {}
 
     def __repr__(self) -> str:
         return f"Relay({self.under_way} under way)"
+
+    def endpoint(self, number: int) -> outbound.Endpoint:
+        """How to ask an instance; as it is registered now, as numbers are used again."""
+        spec, known = self.registry.spec(number), self._endpoints.get(number)
+        if known is None or known.spec is not spec:
+            known = self._endpoints[number] = outbound.endpoint(spec)
+        return known
 
     def start(self, job: Job, target: Target) -> None:
         """See `parts.Relay`."""
@@ -119,9 +127,9 @@ class Passage:
             self._ask()
 
     def _prefill(self, number: int) -> None:
-        spec = self._relay.registry.spec(number)
         path = outbound.PATHS[self.job.parsed.kind]
-        self._place(number, "POST", path, outbound.prefill_body(spec, self.job), Small(self._prefilled))
+        body = outbound.prefill_body(self._relay.endpoint(number), self.job)
+        self._place(number, "POST", path, body, Small(self._prefilled))
 
     def _prefilled(self, status: int, body: bytes) -> None:
         if status != 200 or body.startswith(b'{"error"'):
@@ -131,14 +139,14 @@ class Passage:
     def _ask(self) -> None:
         """The request itself."""
         job, number = self.job, self._target.decode
-        spec = self._relay.registry.spec(number)
+        to = self._relay.endpoint(number)
         leg: Sink
         if job.parsed.stream:
             why = obstacle(job.parsed) if self._relay.migrate else "off"
-            body = outbound.body_to(spec, job, asks_ids=not why)
+            body = outbound.body_to(to, job, asks_ids=not why)
             leg = Stream(self, why)
         else:
-            body = outbound.body_to(spec, job, asks_ids=False)
+            body = outbound.body_to(to, job, asks_ids=False)
             leg = Whole(self)
         self._place(number, "POST", outbound.PATHS[job.parsed.kind], body, leg)
 
@@ -164,14 +172,14 @@ class Passage:
             self.stuck(error.reason)
             return
         number = self._target.decode
-        body = outbound.replay_body(self._relay.registry.spec(number), self.job, fields)
+        body = outbound.replay_body(self._relay.endpoint(number), self.job, fields)
         leg = Moved(self, self._story, Translator(self._story, plan))
         self._relay.counts.add("moved")
         self._place(number, "POST", "/v1/completions", body, leg)
 
     def _place(self, number: int, method: str, path: str, body: bytes, leg: Sink, first_s: float | None = None) -> None:
         relay = self._relay
-        headers = outbound.headers_to(relay.registry.spec(number), self.job)
+        headers = outbound.headers_to(relay.endpoint(number), self.job)
         self._leg = leg
         most_s = relay.times.first_s if first_s is None else first_s
         call = relay.upstreams.call(relay.registry.origin(number), method, path, headers, body, leg, first_s=most_s)

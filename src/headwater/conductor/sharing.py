@@ -159,12 +159,10 @@ class Sharing:
 
     def unregister(self, name: str) -> bool:
         """No more requests for it; it is gone when the last one has ended. False if there is none of that name."""
-        number = self._roster.unregister(name, self._stamp())
-        if number is None:
-            return False
-        self._brain.depart(number)
-        self._repeat()
-        return True
+        known = self._roster.unregister(name, self._stamp()) is not None
+        if known:
+            self._repeat()
+        return known
 
     def _stamp(self) -> int:
         return max(self._wall_ns(), self._roster.newest + 1)
@@ -249,12 +247,9 @@ class Sharing:
     def _change(self, message: Changed) -> None:
         for stamp, name, joined in message.changes:
             try:
-                gone = self._roster.heard(Change(stamp, name, _spec(name, joined) if joined is not None else None))
+                self._roster.heard(Change(stamp, name, _spec(name, joined) if joined is not None else None))
             except RefusedError:
                 self._counts.add("shared", "refused")
-                continue
-            if gone is not None:
-                self._brain.depart(gone)
 
 
 def _joined(spec: InstanceSpec | None) -> Joined | None:

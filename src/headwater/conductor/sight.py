@@ -95,15 +95,22 @@ class Sight:
         return device
 
     def learned(self, number: int, *, capacity_tokens: int | None = None, block_tokens: int | None = None) -> None:
-        """What an instance says of itself when it is asked."""
+        """What an instance says of itself when it is asked; of its blocks, its events are believed before that."""
         device = self._devices.get(number)
         if device is None:
             return
         device.capacity_tokens = capacity_tokens or device.capacity_tokens
-        if block_tokens and block_tokens != device.block_tokens:
+        if block_tokens and block_tokens != device.block_tokens and not device.sums.stored:
             device.block_tokens = block_tokens
             device.forget_all()
             self._plan(self._specs[number].served_name)
+            self.on_again(number)
+
+    def restarted(self, number: int) -> None:
+        """An instance has begun anew and holds nothing; those with events say so themselves, a little later."""
+        device = self._devices.get(number)
+        if device is not None:
+            device.forget_all()
             self.on_again(number)
 
     def left(self, number: int) -> None:

@@ -68,6 +68,11 @@ class Events:
 def each(events: bytes) -> Iterator[bytes]:
     """Single events of whole ones, each with its end."""
     start = 0
+    if b"\r" not in events:
+        while (end := events.find(b"\n\n", start) + 2) > 1:
+            yield events[start:end]
+            start = end
+        return
     for match in _END.finditer(events):
         yield events[start : match.end()]
         start = match.end()

@@ -133,6 +133,7 @@ def ask(host: str, port: int, request: Request, model: str, due_s: float) -> Res
         "messages": request.messages,
         "temperature": 0,
         "max_tokens": request.answer_tokens,
+        "min_tokens": request.answer_tokens,  # a model that has nothing to say would end at once, without a token
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -65,6 +65,7 @@ FAMILIES: dict[str, Family] = {
     "prefetches": Family(Kind.SUM, "Prefetches that were ordered from nodes, or dropped.", "how"),
     "prompt_tokens": Family(Kind.SUM, "Tokens of prompts whose answers have ended."),
     "reused_tokens": Family(Kind.SUM, "Those of them that were not computed, by the tier that had them.", "tier"),
+    "shared": Family(Kind.SUM, "What other workers and Conductors said and could not be used, by why.", "why"),
     "prompts": Family(Kind.SUM, "Prompts by how their tokens were found.", "how"),
     "tokens_unknown": Family(Kind.SUM, "Prompts that were routed without their tokens, by reason.", "reason"),
     "tokens_mismatch": Family(Kind.SUM, "Prompts whose tokens an engine counted otherwise, by model.", "model"),

@@ -106,7 +106,7 @@ def share_out(instances: Sequence[InstanceSpec], machine: Machine) -> dict[str, 
             at += devices(it)
         return shares
     cores, count = machine.cores, len(wanting)
-    for at, it in enumerate(wanting):
+    for at, it in enumerate(wanting if cores else ()):
         begin, end = at * len(cores) // count, (at + 1) * len(cores) // count
         mine = cores[begin:end] or (cores[at % len(cores)],)
         shares[it.name] = tuple(map(str, mine))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from headwater.conductor.events.device import Device
-from headwater.conductor.events.ordering import OLD_RUN, WAITING_MAX, Ordering
+from headwater.conductor.events.ordering import OLD_RUN, REMEMBERED, WAITING_MAX, Ordering
 from headwater.core.prefix import PrefixIndex
 from headwater.fleet import Place
 from headwater.types import Tier
@@ -198,6 +198,14 @@ def test_what_waits_is_bounded() -> None:
     assert ordering.sums.overflows == 5
     ordering.replay_ended()
     assert ordering.next == WAITING_MAX
+
+
+def test_what_is_remembered_of_the_past_is_bounded() -> None:
+    rig = Rig(8, rate=0.0)
+    rig.line.serve()
+    for _ in range(REMEMBERED + 10):
+        rig.line.carry(rig.engine.publish([]))
+    assert len(rig.ordering._times) == REMEMBERED
 
 
 def test_ranks_count_for_their_instance_and_are_forgotten_alone() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from headwater.fleetfile.model import InstanceSpec
 from headwater.node.messages import Figure, Moves, Watched, Welcome, encode
 from headwater.tiers.memory import MemoryTier
 from headwater.types import Tier
+from tests.conductor.events.polling import eventually
 from tests.node.conftest import Rig
 from tests.node.peers import LAYOUT, namespace, save
 from tests.node.tiered import disk_of, plug, with_tiers
@@ -45,13 +45,6 @@ def rigs() -> Iterator[list[Rig]]:
     yield made
     for it in made:
         it.close()
-
-
-async def eventually(fact: Callable[[], object], within_s: float = 5.0) -> None:
-    until_s = time.monotonic() + within_s
-    while not fact():
-        assert time.monotonic() < until_s, f"not so within {within_s} s"
-        await asyncio.sleep(0.002)
 
 
 @contextlib.asynccontextmanager

@@ -11,7 +11,7 @@ import pytest
 from headwater.conductor.events.batches import Batch, read_batch
 from headwater.conductor.events.device import CAPACITY_TOKENS
 from headwater.conductor.events.hottest import Hottest
-from headwater.conductor.events.namespaces import Base, Registration
+from headwater.conductor.events.namespaces import RECORDS_MAX, Base, Registration
 from headwater.conductor.sight import PROMPTS_KEPT, Sight
 from headwater.core.hashing import chunk_keys
 from headwater.fleet import Place
@@ -147,6 +147,29 @@ def test_what_cannot_be_keyed_is_counted_and_left_out_with_what_follows(more: di
     assert held(sight) == {DEVICE[0]: 32}
 
 
+def test_what_was_left_out_is_remembered_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwater.conductor.events.device.PASSED_MAX", 5)
+    device = Sight().joined(0, spec())
+    device.apply(0, stored(IDS, lora_name="l"))
+    assert list(device._passed) == [5, 6, 7, 8, 9]
+
+
+def test_a_name_that_is_given_to_another_block_takes_the_first_away() -> None:
+    sight = Sight()
+    device = sight.joined(0, spec())
+    device.apply(0, stored(IDS))
+    device.apply(0, stored([7] * 16, first=9))
+    assert held(sight) == {DEVICE[0]: 144}
+    assert held(sight, [7] * 16) == {DEVICE[0]: 16}
+
+
+def test_records_of_a_model_are_few() -> None:
+    sight = Sight(["n0"])
+    sight.joined(0, spec())
+    sight.registered(0, [registration(f"a.{size}", size) for size in range(20, 60)])
+    assert len(sight.lenses("m", "", IDS)) == RECORDS_MAX + 1
+
+
 def test_media_end_what_can_be_keyed() -> None:
     sight = Sight()
     device = sight.joined(0, spec())
@@ -193,6 +216,32 @@ def test_a_block_size_is_learned_and_blocks_that_are_not_full_are_left_out() -> 
     assert held(sight) == {DEVICE[0]: 160}
     device.apply(0, stored(IDS[:64], size=64))
     assert held(sight) == {DEVICE[0]: 64}
+
+
+def test_what_an_instance_says_of_itself_counts_until_events_do() -> None:
+    sight = Sight()
+    again: list[int] = []
+    sight.on_again = again.append
+    device = sight.joined(0, spec(block_tokens=None))
+    sight.learned(0, block_tokens=32, capacity_tokens=64)
+    sight.learned(0, block_tokens=32)
+    sight.learned(9, block_tokens=32)
+    assert (again, device.capacity_tokens, sight.lenses("m", "", IDS)[0].tokens) == ([0], 64, 32)
+    device.apply(0, stored(IDS, size=16))
+    sight.learned(0, block_tokens=32)
+    assert held(sight) == {DEVICE[0]: 160}
+    sight.restarted(0)
+    assert (again, held(sight)) == ([0, 0], {})
+
+
+def test_what_comes_after_an_instance_has_left_is_passed_over() -> None:
+    sight = Sight()
+    device = sight.joined(0, spec())
+    newer = sight.joined(0, spec())
+    device.apply(0, stored(IDS))
+    assert held(sight) == {}
+    newer.apply(0, stored(IDS))
+    assert held(sight) == {DEVICE[0]: 160}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -22,17 +21,10 @@ from headwater.fleet import Place
 from headwater.fleetfile.model import InstanceSpec
 from headwater.types import Tier
 from tests.conductor.events.engine import BLOCK, ToyEngine, salted
+from tests.conductor.events.polling import eventually
 from tests.servers import free_port
 
 END = b"\xff" * 8
-
-
-async def eventually(fact: Callable[[], object], within_s: float = 5.0) -> None:
-    """Wait until the fact holds."""
-    until_s = time.monotonic() + within_s
-    while not fact():
-        assert time.monotonic() < until_s, f"not so within {within_s} s"
-        await asyncio.sleep(0.002)
 
 
 class Publisher:
@@ -52,6 +44,15 @@ class Publisher:
         for it, endpoint in ((self.pub, self.events), (self.router, self.replays)):
             it.setsockopt(zmq.LINGER, 0)
             it.bind(endpoint)
+
+    def reopened(self) -> bool:
+        """Try to bind again: what was closed is let go of a moment later."""
+        try:
+            self.open()
+        except zmq.ZMQError:
+            self.close()
+            return False
+        return True
 
     def close(self) -> None:
         """Unbind."""
@@ -195,6 +196,20 @@ def test_a_gap_is_replayed_and_a_lost_end_is_found() -> None:
     in_loop(run)
 
 
+def test_an_engine_that_says_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "CHECK_S", 0.02)
+
+    async def run(rig: Rig) -> None:
+        it = rig.publisher()
+        await rig.connected()
+        while it.engine.step()[0] < 5 or not it.engine.keys:
+            pass
+        await rig.agrees()
+        assert rig.claimed()
+
+    in_loop(run)
+
+
 def test_an_engine_that_begins_anew_is_followed() -> None:
     async def run(rig: Rig) -> None:
         it = rig.publisher()
@@ -203,7 +218,7 @@ def test_an_engine_that_begins_anew_is_followed() -> None:
         await rig.agrees()
         it.close()
         it.engine.restart()
-        it.open()
+        await eventually(it.reopened)
         for _ in range(5):
             it.engine.step()
         rig.sources.check()

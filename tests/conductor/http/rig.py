@@ -241,6 +241,7 @@ class Instance:
         self.writers: list[asyncio.StreamWriter] = []
         self.heads: list[bytes] = []
         self.closed = 0
+        self.server: asyncio.Server
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
@@ -268,7 +269,7 @@ async def read_request(reader: asyncio.StreamReader) -> bytes:
 async def instance(script: Script) -> AsyncIterator[tuple[Instance, Origin]]:
     """An instance for this block."""
     it = Instance(script)
-    server = await asyncio.start_server(it.talk, "127.0.0.1", 0, limit=1 << 20)
+    server = it.server = await asyncio.start_server(it.talk, "127.0.0.1", 0, limit=1 << 20)
     try:
         yield it, Origin("127.0.0.1", server.sockets[0].getsockname()[1])
     finally:

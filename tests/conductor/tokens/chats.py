@@ -2,10 +2,14 @@
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from headwater.conductor.job import Kind, Parsed
+
+SMALL = 2048
+"""Tokens of the small tokenizer."""
 
 LLAMA = """{{- bos_token }}
 {%- if not date_string is defined %}
@@ -294,16 +298,31 @@ def text(prompt: str, **fields: Any) -> Parsed:
     return Parsed(Kind.COMPLETION, {"prompt": prompt, **fields}, "model", text=prompt)
 
 
-def folder(at: Path, model: Path, template: str | None = None, **config: Any) -> Path:
-    """A model's folder: the real tokenizer, with this template and these changes of its configuration."""
+def folder(at: Path, model: Path, template: str | None = None, *, whole: bool = False, **config: Any) -> Path:
+    """A model's folder: the real tokenizer, with this template and these changes of its configuration.
+
+    Not `whole`: of its vocabulary only the first tokens, which is loaded in no time.
+    """
     at.mkdir(parents=True)
-    shutil.copy(model / "tokenizer.json", at)
     shutil.copy(model / "config.json", at)
+    if whole:
+        shutil.copy(model / "tokenizer.json", at)
+    else:
+        (at / "tokenizer.json").write_text(small_tokenizer(model), encoding="utf-8")
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (at / "tokenizer_config.json").write_text(json.dumps(settings | config))
     if template is not None:
         (at / "chat_template.jinja").write_text(template, encoding="utf-8")
     return at
+
+
+@cache
+def small_tokenizer(model: Path) -> str:
+    fields = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+    bpe = fields["model"]
+    bpe["vocab"] = {token: number for token, number in bpe["vocab"].items() if number < SMALL}
+    bpe["merges"] = [pair for pair in bpe["merges"] if "".join(pair) in bpe["vocab"]]
+    return json.dumps(fields)
 
 
 def all_templates(model: Path) -> dict[str, str]:

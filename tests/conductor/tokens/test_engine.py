@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 BLOCK = 32
 SIZE = 1 << 20
 STYLES = ("smollm", "llama", "mistral", "qwen")
-LONG = "You are a guide to the rivers of the world; you know where each of them rises, and what it meets. " * 5
+LONG = "You are a guide to the rivers of the world; you know where each of them rises, and what it meets. " * 4
 
 
 class Engine:
@@ -37,7 +37,8 @@ class Engine:
         self.port = port
         self.templates = all_templates(model)
         self.tokenizers = {
-            name: LocalTokenizer(folder(at / name, model, source)) for name, source in self.templates.items()
+            name: LocalTokenizer(folder(at / name, model, source, whole=True))
+            for name, source in self.templates.items()
         }
 
     def post(self, path: str, fields: dict[str, Any] | bytes) -> tuple[int, bytes]:
@@ -140,7 +141,7 @@ def test_hits_are_as_foreseen(style: str, engine: Engine) -> None:
         keys = chunk_keys(b"root", ids[:-1], BLOCK)
         foreseen = BLOCK * next((at for at, key in enumerate(keys) if key not in held), len(keys))
         reply = engine.ask(
-            "/v1/chat/completions", **fields, max_tokens=40, return_token_ids=True, cache_salt=style,
+            "/v1/chat/completions", **fields, max_tokens=20, return_token_ids=True, cache_salt=style,
             chat_template=engine.templates[style],
         )  # fmt: skip
         details = reply["usage"]["prompt_tokens_details"] or {}

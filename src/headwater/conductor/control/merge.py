@@ -47,7 +47,8 @@ def merged(states: Sequence[State]) -> State:
     found = {part: _join([it[part] for it in states if isinstance(it.get(part), dict)], False) for part in PARTS}
     hottest = found["sight"].get("hottest")
     if isinstance(hottest, list):
-        found["sight"]["hottest"] = sorted(hottest, key=lambda row: -row.get("hits", 0))[:HOTTEST]
+        rows = [row for row in hottest if isinstance(row, dict) and isinstance(row.get("hits"), int)]
+        found["sight"]["hottest"] = sorted(rows, key=lambda row: -row["hits"])[:HOTTEST]
     return found
 
 
@@ -79,11 +80,11 @@ def _value(name: str, values: Sequence[Any], summing: bool) -> Any:
 
 def _rows(rows: Sequence[Any]) -> list[Any]:
     """Rows with the same name as one; what has no name once each."""
-    by_name: dict[object, list[State]] = {}
+    by_name: dict[str, list[State]] = {}
     others: list[Any] = []
     for row in rows:
         name = next((row[name] for name in NAMES if name in row), None) if isinstance(row, dict) else None
-        if name is not None:
+        if isinstance(name, str):
             by_name.setdefault(name, []).append(row)
         elif row not in others:
             others.append(row)

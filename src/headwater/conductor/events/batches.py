@@ -133,6 +133,6 @@ def _kind(event: object, *, is_array: bool) -> object:
 
 
 def _checked(batch: Batch) -> Batch:
-    if not isfinite(batch.time) or len(batch.events) > EVENTS_MAX:
+    if not isfinite(batch.time) or len(batch.events) + batch.unknown > EVENTS_MAX:
         raise ProtocolError("a batch of KV events without a time, or with too many events")
     return batch

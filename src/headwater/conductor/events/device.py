@@ -95,6 +95,7 @@ class Device:
         self._group = 0
         self._group_is_full = False
         self._expected: OrderedDict[bytes, int] = OrderedDict()
+        self._is_gone = False
 
     def __repr__(self) -> str:
         return f"Device({self.number}, {self.block_tokens} tokens a block, {len(self._expected)} keys expected)"
@@ -113,6 +114,8 @@ class Device:
 
     def apply(self, rank: int, batch: Batch) -> None:
         """What a rank's engine has published; what it cannot mean is counted and left out."""
+        if self._is_gone:
+            return
         self.sums.unknown += batch.unknown
         for event in batch.events:
             try:
@@ -138,7 +141,8 @@ class Device:
             self.forget(rank)
 
     def gone(self) -> None:
-        """The instance is no more."""
+        """The instance is no more; what its events say from now on is passed over."""
+        self._is_gone = True
         for place in {self.place, *self.places}:
             self._index.gone(place)
 

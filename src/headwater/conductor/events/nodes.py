@@ -50,11 +50,14 @@ T = TypeVar("T", Welcome, Watched)
 class Listener(Protocol):
     """Who wants to know what a node holds: `sight.Sight`."""
 
-    def registered(self, node: int, registrations: list[Registration]) -> None: ...
+    def registered(self, node: int, registrations: list[Registration]) -> None:
+        """These are all that engines have registered with a node now."""
 
-    def node_changed(self, node: int, tier: Tier, stored: list[ChunkKey], removed: list[ChunkKey]) -> None: ...
+    def node_changed(self, node: int, tier: Tier, stored: list[ChunkKey], removed: list[ChunkKey]) -> None:
+        """A tier of a node has stored and removed chunks."""
 
-    def node_forgotten(self, node: int) -> None: ...
+    def node_forgotten(self, node: int) -> None:
+        """Nothing of what a node has told is true any more."""
 
 
 Figures = Callable[[int, str, tuple[Figure, ...]], None]

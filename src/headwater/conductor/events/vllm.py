@@ -9,8 +9,9 @@ once, not as long as there is something, so that a turn that stops early calls i
 frames and of bytes a frame. ZeroMQ connects again by itself, with pauses from 0.1 to 5 s; what was lost meanwhile shows
 as a gap, or at the next check.
 
-A replay that has brought nothing for `REPLAY_S` has failed, and is tried again after a pause that doubles. Every
-`CHECK_S` the engine is asked whether there is more than came. Nothing that an engine sends raises out of here.
+A replay that has brought nothing for `REPLAY_S` has failed, and is tried again after a pause that doubles. An engine
+that says nothing is asked after `CHECK_S` whether there is more than came, and then less and less often: each question
+costs it a walk over all that it keeps. Nothing that an engine sends raises out of here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ FRAMES_A_TURN = 32
 FRAMES_MAX, REPLAYED_MAX = 4096, 32_768
 """Frames that wait to be read, of each socket."""
 FRAME_BYTES_MAX = 8 << 20
-REPLAY_S, CHECK_S = 2.0, 5.0
+REPLAY_S = 2.0
+CHECK_S, CHECK_S_MAX = 5.0, 60.0
 PAUSE_S, PAUSE_S_MAX = 0.1, 5.0
 CONNECT_MS, CONNECT_MS_MAX = 100, 5000
 END = (1 << 64) - 1
@@ -59,6 +61,7 @@ class Subscription:
         self._pause_s = PAUSE_S
         self._replay: zmq.Socket[bytes] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._applied, self._check_s = -1, CHECK_S
         self._check = self._loop.call_later(CHECK_S, self._check_on)
         self._socket = self._open(zmq.SUB, events, FRAMES_MAX, self._read)
         self._ask()
@@ -217,8 +220,12 @@ class Subscription:
         self._ask()
 
     def _check_on(self) -> None:
-        self._check = self._loop.call_later(CHECK_S, self._check_on)
-        self.check()
+        applied = self.ordering.sums.applied
+        is_silent, self._applied = applied == self._applied, applied
+        self._check_s = min(self._check_s * 2, CHECK_S_MAX) if is_silent else CHECK_S
+        self._check = self._loop.call_later(self._check_s, self._check_on)
+        if is_silent:
+            self.check()
 
 
 def rank_endpoint(endpoint: str, rank: int) -> str:

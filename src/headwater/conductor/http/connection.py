@@ -19,7 +19,10 @@ Theory of operation
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
+import struct
+import termios
 from enum import Enum, auto
 from math import inf
 from typing import TYPE_CHECKING, cast
@@ -46,6 +49,7 @@ FRAMING_BYTES = 64 << 10
 _HUNG_UP = (7, 8)
 """TCP_CLOSE, TCP_CLOSE_WAIT."""
 
+_INT = struct.Struct("i")
 _known = Known(parse_request)
 
 
@@ -158,7 +162,7 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """See asyncio."""
         self.full = True
-        self._pending_bytes = self.transport.get_write_buffer_size()
+        self._pending_bytes = self._unsent_bytes()
         self.deadline_s = self._server.time() + self._times.stalled_s
         if self._answer is not None:
             self._answer.pressed(full=True)
@@ -348,7 +352,7 @@ class Connection(asyncio.Protocol):
     def _close(self) -> None:
         """Close once what was written is sent, or the client has stalled."""
         self._phase = Phase.CLOSING
-        self._pending_bytes = self.transport.get_write_buffer_size()
+        self._pending_bytes = self._unsent_bytes()
         self.deadline_s = self._server.time() + self._times.stalled_s
         self.transport.close()
 
@@ -385,8 +389,17 @@ class Connection(asyncio.Protocol):
         state = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO)
         return bool(state in _HUNG_UP)
 
+    def _unsent_bytes(self) -> int:
+        """What the client has not received yet, by what it acknowledged: the kernel alone may hold megabytes of it, and
+        a slow client's progress does not show in our own buffer for minutes."""
+        pending, link = self.transport.get_write_buffer_size(), self.transport.get_extra_info("socket")
+        if link is None or link.fileno() < 0:
+            return pending
+        (queued,) = _INT.unpack(fcntl.ioctl(link.fileno(), termios.TIOCOUTQ, bytes(_INT.size)))
+        return pending + int(queued)
+
     def _expired(self, now: float) -> None:
-        pending = self.transport.get_write_buffer_size()
+        pending = self._unsent_bytes()
         if self.full or self._phase is Phase.CLOSING:
             if pending < self._pending_bytes:
                 # It is slow, but it reads.

@@ -129,7 +129,6 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio."""
         self._transport = cast(asyncio.Transport, transport)
-        self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""

@@ -65,13 +65,13 @@ class UpstreamPool:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for link in list(self._links):
-            link.lose(Why.CLOSED)
         tasks = dict(self._opening)
         for task, call in tasks.items():
             task.cancel()
             self.lost(call, Why.CLOSED)
         await asyncio.gather(*tasks, return_exceptions=True)
+        for link in list(self._links):
+            link.lose(Why.CLOSED)
         self._idle.clear()
         while self._links:
             # Each of them is told by the loop that it is closed.
@@ -83,13 +83,6 @@ class UpstreamPool:
         return len(self._links)
 
     # ------------------------------------------------------------ what links call
-
-    def opened(self, link: Link) -> None:
-        """A connection was made."""
-        self._links.add(link)
-        self.counts.add("upstream_connections")
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._sweep_s, self._sweep)
 
     def idle(self, link: Link) -> None:
         """A link may be used again."""
@@ -146,12 +139,21 @@ class UpstreamPool:
         except (OSError, UnicodeError):
             self.lost(call, Why.CONNECT)
         else:
+            # Not earlier: uvloop tells nobody of a connection whose making was given up.
+            if not link.usable:
+                self.lost(call, Why.CLOSED)
+                return
+            self._opened(link)
             if call.closed:
                 link.cut()
-            elif link.usable:
-                link.begin(call, reused=False)
             else:
-                self.lost(call, Why.CLOSED)
+                link.begin(call, reused=False)
+
+    def _opened(self, link: Link) -> None:
+        self._links.add(link)
+        self.counts.add("upstream_connections")
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._sweep_s, self._sweep)
 
     def _sweep(self) -> None:
         self._timer = self._loop.call_later(self._sweep_s, self._sweep) if self._links else None

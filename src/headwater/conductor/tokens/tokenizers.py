@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 from jinja2 import TemplateError
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from headwater.conductor.tokens.templates import Template
 
@@ -112,7 +111,10 @@ def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def open_tokenizer(path: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> Tokenizer:
-    """The tokenizer without truncation and padding, and with the beginning and end that the configuration asks for."""
+    """The tokenizer without truncation and padding, and with all special tokens that the configuration names.
+
+    The configuration's add_bos_token and add_eos_token count for nothing beside a tokenizer.json, as in transformers 5.
+    """
     if not path.is_file():
         raise NoTokenizer(f"there is no {path.name}")
     tokenizer = Tokenizer.from_file(str(path))
@@ -125,18 +127,7 @@ def open_tokenizer(path: Path, config: Mapping[str, Any], special: Mapping[str, 
     tokenizer.add_tokens([AddedToken(**token) for token in missing])
     known.update(token["content"] for token in missing)
     tokenizer.add_special_tokens([text for text in dict.fromkeys(special.values()) if text not in known])
-    if "add_bos_token" in config or "add_eos_token" in config or tokenizer.post_processor is None:
-        first = special.get("bos_token") if config.get("add_bos_token") else None
-        last = special.get("eos_token") if config.get("add_eos_token") else None
-        tokenizer.post_processor = around(tokenizer, first, last)
     return tokenizer
-
-
-def around(tokenizer: Tokenizer, first: str | None, last: str | None) -> TemplateProcessing:
-    """What puts one token before and one behind each text."""
-    single = [*([first] if first else []), "$A:0", *([last] if last else [])]
-    used = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(filter(None, (first, last)))]
-    return TemplateProcessing(single=single, special_tokens=used)
 
 
 def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,151 @@
+"""What manifests of every kind have in common: the images, the user, the file for the Conductor, secrets by name.
+
+A manifest has no secret in it, only where secrets come from: files of a secret by their names (`Secrets.files`), and
+variables that the fleet file names as `${NAME}` (`Secrets.variables`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from headwater.config import SETTINGS
+from headwater.fleetfile.model import FleetFile, InstanceSpec, NodeSpec
+from headwater.fleetfile.secrets import PLACEHOLDER
+from headwater.fleetfile.write import as_tree
+from headwater.places import parse_disk
+from headwater.values import absolute_path, memory_size
+from headwater.version import VERSION
+
+RUN = "/run/headwater"
+"""Where sockets are, in every container of a host."""
+PRIVATE = "/etc/headwater/private"
+"""Where files with secrets are, readable by the user of the container only."""
+FLEET = "/etc/headwater/fleet"
+CACHE = "/var/cache/headwater"
+USER = 10001
+SECRET, CONTROL_TOKEN, TLS_CERTIFICATE, TLS_KEY = "secret", "control-token", "tls.crt", "tls.key"
+NODE_ROOM_BYTES = 1 << 30
+"""What a node needs besides its memory for KV."""
+DEFAULT_HOST_MEMORY = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """What containers run. Engines need vLLM with headwater beside it."""
+
+    headwater: str = f"headwater:{VERSION}"
+    engine: str = f"headwater-vllm:{VERSION}"
+    directory: str = "valkey/valkey:8"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A node and the engines that share its memory, so one host; or engines without any."""
+
+    name: str
+    node: NodeSpec | None
+    instances: tuple[InstanceSpec, ...]
+
+
+def groups(fleet: FleetFile, resolved: FleetFile) -> list[Group]:
+    """What is started, by host; whoever somebody else runs is left out. Engines without a node are alone."""
+    pairs = list(zip(fleet.instances, resolved.instances, strict=True))
+    mine = [whole for given, whole in pairs if given.url is None]
+    found = []
+    for given, whole in zip(fleet.nodes, resolved.nodes, strict=True):
+        beside = tuple(it for it in mine if it.node == given.name)
+        if not given.socket or beside:
+            found.append(Group(given.name, None if given.socket else whole, beside))
+    return found + [Group(it.name, None, (it,)) for it in mine if it.node is None]
+
+
+def placeholders(texts: Iterable[str]) -> list[str]:
+    """The variables that texts name."""
+    return sorted({found[1] for it in texts if (found := PLACEHOLDER.fullmatch(it))})
+
+
+def conductor_file(fleet: FleetFile, *, control: str | None = None, listen: str | None = None) -> str:
+    """The Conductor's own file, whose secrets are files in PRIVATE."""
+    spec = fleet.conductor
+    has_tls = spec.tls_certificate is not None
+    spec = replace(
+        spec,
+        listen=listen or spec.listen,
+        control=control or spec.control,
+        control_token_file=f"{PRIVATE}/{CONTROL_TOKEN}" if control or spec.control_token_file else None,
+        tls_certificate=f"{PRIVATE}/{TLS_CERTIFICATE}" if has_tls else None,
+        tls_key=f"{PRIVATE}/{TLS_KEY}" if has_tls else None,
+    )
+    return to_yaml(as_tree(replace(fleet, conductor=spec), f"{PRIVATE}/{SECRET}"))
+
+
+def conductor_secrets(fleet: FleetFile, *, control: bool) -> list[str]:
+    """The files that the Conductor's own file names."""
+    found = [SECRET]
+    if control or fleet.conductor.control_token_file is not None:
+        found.append(CONTROL_TOKEN)
+    return found + ([TLS_CERTIFICATE, TLS_KEY] if fleet.conductor.tls_certificate is not None else [])
+
+
+def node_settings(fleet: FleetFile, node: NodeSpec) -> tuple[dict[str, str], list[str]]:
+    """A node's settings in a container, and the files with secrets that they name, which are in PRIVATE there."""
+    settings = {"name": node.name, "cluster": fleet.cluster}
+    if fleet.directory is not None:
+        settings["directory"] = fleet.directory
+    settings |= node.settings
+    files = []
+    for name, text in settings.items():
+        if SETTINGS[f"node.{name}"].metadata["parse"] is absolute_path and text:
+            files.append(PurePosixPath(text).name)
+            settings[name] = f"{PRIVATE}/{files[-1]}"
+    return settings, sorted(set(files))
+
+
+def node_memory(settings: Mapping[str, str]) -> int:
+    """How many bytes of memory a node's container takes."""
+    given = settings.get("host_memory")
+    return (memory_size(given) if given else DEFAULT_HOST_MEMORY) + NODE_ROOM_BYTES
+
+
+def node_disk(settings: Mapping[str, str]) -> tuple[str, int] | None:
+    """The directory and size of a node's disk tier."""
+    text = settings.get("disk", "")
+    if not text or PLACEHOLDER.fullmatch(text):
+        return None
+    spec = parse_disk(text)
+    return spec.path, spec.size_bytes
+
+
+def model_folder(model: str) -> str | None:
+    """Where the files of a model are, if it is a folder."""
+    return model if model.startswith("/") else None
+
+
+class _Dumper(yaml.SafeDumper):
+    """Plain YAML: no anchors, and lists indented below their names."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write everything out."""
+        return True
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        """See PyYAML."""
+        super().increase_indent(flow, False)
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(value: Any) -> str:
+    """The same text for the same value, always."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)
+    return text
