@@ -35,9 +35,9 @@ def body(request: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["text", "ids"])
-@pytest.mark.parametrize("size", [600, 3600, 24_000])
-def test_requests_have_the_size_and_are_all_different(kind: str, size: int) -> None:
-    requests = Prompts(kind, size).requests(300)
+@pytest.mark.parametrize(("size", "shared"), [(600, 0.7), (3600, 0.7), (3600, 0.0), (24_000, 0.7)])
+def test_requests_have_the_size_and_are_all_different(kind: str, size: int, shared: float) -> None:
+    requests = Prompts(kind, size, shared).requests(300)
     assert len(set(requests)) == 300
     for it in requests:
         assert abs(len(it) - it.index(b"\r\n\r\n") - 4 - size) <= 32

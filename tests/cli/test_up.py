@@ -118,6 +118,8 @@ def test_manifests_are_written_and_what_is_missing_is_said(command: Command, tmp
     assert ended.code == 0, ended.err
     assert sorted(it.name for it in (tmp_path / "c").iterdir()) == ["cache", "compose.yaml", "fleet.yaml", "secrets"]
     assert (tmp_path / "c" / "secrets").stat().st_mode & 0o777 == 0o700
+    ended = command("export", "kubernetes", str(tmp_path / "fleet.yaml"), "-o", str(tmp_path / "k8s"), "--json")
+    assert ended.json["written"] == [str(tmp_path / "k8s" / it) for it in ("chat.yaml", "conductor.yaml")]
     ended = command("export", "compose", str(tmp_path / "fleet.yaml"), "-o", str(tmp_path / "fleet.yaml"), "--cpu")
     assert ended.code == 2 and "name a folder that can be made" in ended.err
 

@@ -194,6 +194,7 @@ def test_a_salt_is_the_same_in_all_processes_and_never_the_clients_own(rows: lis
     one, other = (KeyedTenants([spec("a", KEYS[0])], row, SECRET) for row in rows[:2])
     a = TenantSpec("a")
     assert one.salt(a, "") == other.salt(a, "")
+    assert one.salt(TenantSpec("ab"), "c") != one.salt(TenantSpec("a"), "bc")
     assert one.salt(a, "") != ""
     assert one.salt(a, one.salt(a, "")) != one.salt(a, "")
     assert one.salt(a, "\ud800") != one.salt(a, "\udfff")  # JSON may hold these
@@ -286,6 +287,18 @@ def test_slots_of_tenants_that_are_gone_are_used_again() -> None:
     busy.leave(spec(names[0]))  # it has no slot any more: nobody else's request ends by that
     assert busy.enter(spec(names[3]), 1.0) is not None
     other.close()
+    page.close()
+
+
+def test_a_spent_quota_is_not_forgotten_for_another_tenant() -> None:
+    page = QuotaPage.create(1, slots=1)
+    known = KeyedTenants([spec("a", requests_per_minute=1), spec("b", requests_per_minute=1)], page, SECRET)
+    assert known.enter(spec("a"), 1.0) is None
+    known.leave(spec("a"))
+    with pytest.raises(ResourceError):
+        known.enter(spec("b"), 2.0)
+    assert known.enter(spec("a"), 2.0) == pytest.approx(59.0)
+    assert known.enter(spec("b"), 62.0) is None
     page.close()
 
 

@@ -219,3 +219,18 @@ def test_disk_and_remote_are_told_by_tier(config: NodeConfig, tmp_path: Path, mo
     with rigged(replace(config, remotes=())) as rig:  # its disk is still there
         again = Watcher(rig.link("conductor"))
         eventually(lambda: again.knows(disk=wanted))
+
+
+def test_what_is_cleared_is_gone_from_every_tier(
+    config: NodeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (url,) = plug(monkeypatch, {"far": MemoryTier()})
+    wanted = set(keys(4))
+    with rigged(with_tiers(config, disk=disk_of(tmp_path), remotes=(url,))) as rig:
+        watcher = Watcher(rig.link("conductor"))
+        session = rig.session("one", maps=True)
+        save(session, keys(4))
+        eventually(lambda: watcher.knows(host=wanted, disk=wanted, remote=wanted))
+        session.clear()
+        eventually(lambda: watcher.knows())
+        assert watcher.dumps == 1

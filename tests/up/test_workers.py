@@ -138,6 +138,10 @@ def test_a_worker_that_dies_is_replaced_and_the_others_go_on(front: Make) -> Non
     os.kill(victim, signal.SIGKILL)
     eventually(lambda: len(it.alive()) == 2 and victim not in it.alive(), 15, it.said)
     assert set(before) - {victim} < set(it.alive()) and sorted(it.alive().values()) == [0, 2]
+    newcomer: dict[str, Any] = {}
+    eventually(lambda: newcomer.update(it.ask()) or newcomer.get("pid") not in (None, *before), 15)
+    # What the dead one had in progress is not counted any more.
+    assert (newcomer["row"], newcomer["has_room"]) == (0, True)
     assert f"worker 0 (pid {victim}) ended with code -9; another one starts in 0.5 s" in it.said()
     assert it.end() == 0
 
@@ -182,6 +186,21 @@ def test_a_file_that_cannot_be_used_changes_nothing(front: Make, tenant: str, di
     os.kill(next(iter(before)), signal.SIGKILL)
     eventually(lambda: len(it.alive()) == 2, 15, it.said)  # a restart, too, has what was used before
     assert it.end() == 0
+
+
+def test_who_was_told_to_drain_is_not_replaced(front: Make) -> None:
+    it = front(1)
+    it.serving()
+    worker = next(iter(it.alive()))
+    asked = b"POST /drain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", it.control), 5) as link:
+        link.sendall(asked)
+        assert b" 202 " in link.makefile("rb").readline()
+    it.process.send_signal(signal.SIGHUP)
+    eventually(lambda: "none is started any more" in it.said(), 15, it.said)
+    os.kill(worker, signal.SIGKILL)
+    eventually(lambda: not it.alive(), 15)
+    assert it.end() == 0 and "another one starts" not in it.said()
 
 
 def test_who_does_not_drain_is_killed(front: Make) -> None:
@@ -265,6 +284,12 @@ def test_a_folder_is_private_and_locked(tmp_path: Path) -> None:
     folder.chmod(0o750)
     with pytest.raises(ConfigError, match="its mode is 0750, open to others"):
         private_folder(folder, "--runtime-dir")
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    with pytest.raises(ConfigError, match="others may replace what is in"):
+        private_folder(tmp_path / "shared" / "up", "--runtime-dir")
+    (tmp_path / "shared").chmod(0o1777)
+    private_folder(tmp_path / "shared" / "up", "--runtime-dir")
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(ConfigError, match="no link to one"):
         private_folder(tmp_path / "link", "--runtime-dir")

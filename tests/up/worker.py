@@ -8,9 +8,10 @@ import select
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
-from headwater.conductor.quota_page import QuotaPage
+from headwater.conductor.quota_page import Quota, QuotaPage
 from headwater.conductor.starting import read_start, say_ready
 from headwater.values import split_address
 
@@ -26,6 +27,7 @@ def main() -> None:
     if wish == "dies" or any(it.name == "deadly" for it in start.fleet.tenants):
         sys.exit(3)
     page = QuotaPage.open(start.quotas, start.row)
+    has_room = page.enter(f"one-of-{start.row}", Quota(concurrency=1), time.monotonic()) is None
     terminated, told = os.pipe()
     signal.signal(signal.SIGTERM, lambda *_: None if wish == "stubborn" else os.write(told, b"\0") and None)
     host, port = split_address(start.fleet.conductor.listen)
@@ -40,17 +42,18 @@ def main() -> None:
     while True:
         readable, _, _ = select.select([server, start.lifeline, terminated], [], [])
         if server in readable:
-            answer(server.accept()[0], start.row, [it.name for it in start.fleet.tenants], start.fleet.secret)
+            answer(server.accept()[0], start.row, [it.name for it in start.fleet.tenants], start.fleet.secret, has_room)
         if start.lifeline in readable or terminated in readable:
             break
     page.close()
     (marks / f"drained-{start.row}-{os.getpid()}").touch()
 
 
-def answer(link: socket.socket, row: int, tenants: list[str], secret: str) -> None:
+def answer(link: socket.socket, row: int, tenants: list[str], secret: str, has_room: bool) -> None:
     """Say who this is, and hang up."""
     with link:
-        link.sendall(json.dumps({"pid": os.getpid(), "row": row, "tenants": tenants, "secret": secret}).encode())
+        said = {"pid": os.getpid(), "row": row, "tenants": tenants, "secret": secret, "has_room": has_room}
+        link.sendall(json.dumps(said).encode())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from headwater.bench.proxy_systems import (
 ROUNDS_MAX = 8
 BODY_BYTES = 3600
 CONNECTIONS, REQUESTS, QUICK_REQUESTS = 32, 12_800, 3200
+TOKENISED = 10
 STREAMS, CHUNKS, QUICK_CHUNKS = 96, 400, 100
 AHEAD = Goal(at_least=True, factor=1.2)
 
@@ -69,6 +70,10 @@ class Case:
             return Turn("streams", STREAMS, STREAMS, prompts)
         return Turn("unary", CONNECTIONS, QUICK_REQUESTS if effort.quick else REQUESTS, prompts)
 
+    def slow(self, turn: Turn) -> Turn:
+        """The same for a contender that tokenises, so much longer that a tenth of the requests will do."""
+        return turn if self.streams else replace(turn, requests=max(turn.requests // TOKENISED, 1))
+
     def contenders(self, effort: Effort) -> list[Contender]:
         """Ours, theirs, others."""
         sides: tuple[tuple[str, System | None, str], ...] = (
@@ -76,7 +81,8 @@ class Case:
             ("theirs", self.theirs, "text"),
             *self.others,
         )
-        return [Contender(name, system, self.turn(kind, effort)) for name, system, kind in sides]
+        found = [Contender(name, system, self.turn(kind, effort)) for name, system, kind in sides]
+        return [replace(it, turn=self.slow(it.turn)) if it.name == "text" else it for it in found]
 
     @property
     def shown(self) -> tuple[tuple[str, System | None, str], ...]:

@@ -54,7 +54,7 @@ class Prompts:
         for index in itertools.count():
             (family,) = draw.choices(families, cum_weights=weights)
             own = f" n{index:07d}" if self.kind == "text" else f",{index % 32768},{index // 32768}"
-            prompt = f"{family}{own}{_cut(pool, draw, tail)}"
+            prompt = f"{family}{own}{_cut(pool, draw, tail)}"[not family :]
             yield http_request("/v1/completions", f"{start}{prompt}{end}".encode())
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from headwater.cli.options import add_setting
+from headwater.cli.options import add_json, add_setting
 from headwater.cli.up import add_runtime_dir
 from headwater.conductor.control.parent import Control
 from headwater.conductor.folder import Lock, private_folder
@@ -39,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("fleet", metavar="FLEET.yaml", help="the fleet; examples/up.yaml has every setting")
     add_runtime_dir(parser)
     add_setting(parser, "log.level", "--log-level")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,10 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
                 lambda: resolve(read_fleet(arguments.fleet), folder),
                 make_control,
                 make_crew,
-                lambda: print(f"serving {len(fleet.instances)} instances at {url_of(fleet)}", flush=True),
+                lambda: print(greeting(fleet, arguments.json), flush=True),
             )
         )
     return 0
+
+
+def greeting(fleet: FleetFile, as_object: bool) -> str:
+    """The one line that says that requests are taken."""
+    count, url = len(fleet.instances), url_of(fleet)
+    return json.dumps({"url": url, "instances": count}) if as_object else f"serving {count} instances at {url}"
 
 
 def make_control(spec: ConductorSpec, folder: Path, drain: Callable[[], None]) -> Control:

@@ -17,7 +17,7 @@ from headwater.errors import UnavailableError
 
 EXAMPLES = """\
 examples:
-  headwater conductor explain hw-1a2b-3c           the id of the response header x-headwater-request-id
+  headwater conductor explain hw-1a2b-3c           the id of the response header x-request-id
   headwater conductor explain hw-1a2b-3c --json | jq '.explained.tries[0].candidates'
 
 queue: what waits there before it. fetch: bringing KV from where it is. prefill: computing the rest. cost: what the

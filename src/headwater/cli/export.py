@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 
+from headwater.cli.options import add_json
 from headwater.errors import ConfigError
 from headwater.fleetfile.read import read_fleet
 from headwater.up.compose import compose
@@ -33,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", default=defaults.headwater, help="of nodes and Conductor (default: %(default)s)")
     parser.add_argument("--engine-image", default=defaults.engine, help="of engines (default: %(default)s)")
     parser.add_argument("--cpu", action="store_true", help="engines compute on CPUs")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,6 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
         notes = [f"files with secrets, of mode 0600: {folder}/secrets/NAME, as compose.yaml names them"]
         notes.append("export HEADWATER_UID=$(id -u) HEADWATER_GID=$(id -g)")
     write(folder, found, arguments.kind)
+    if arguments.json:
+        print(json.dumps({"written": [str(folder / name) for name in found], "before": notes}))
+        return 0
     print(
         "\n".join([*(f"wrote {folder / name}" for name in found), "before they are used:", *map("  {}".format, notes)])
     )

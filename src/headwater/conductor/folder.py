@@ -19,6 +19,7 @@ def private_folder(path: Path, setting: str) -> Path:
         for part in (path.parent, path):
             if not part.is_dir():
                 part.mkdir(mode=0o700, parents=part == path.parent, exist_ok=True)
+        _check_above(path.parent, setting)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"{setting} {path}: {error.strerror}; it must be a folder, and no link to one") from error
@@ -34,6 +35,15 @@ def private_folder(path: Path, setting: str) -> Path:
             f"{setting} {path}: its mode is {mode:04o}, open to others; chmod 700 it, or name another one"
         )
     return path
+
+
+def _check_above(path: Path, setting: str) -> None:
+    """Nobody else may put another folder in the place of ours."""
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        raise ConfigError(f"{setting}: {path} belongs to user {found.st_uid}, who could replace what is in it")
+    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+        raise ConfigError(f"{setting}: others may replace what is in {path}; chmod go-w it, or name another folder")
 
 
 class Lock:

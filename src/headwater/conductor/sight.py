@@ -24,8 +24,8 @@ from headwater.fleetfile.model import InstanceSpec
 from headwater.types import KEY_BYTES, Tier
 
 KEYS = 1 << 22
-PROMPTS_KEPT = 256
-"""Prompts whose keys are kept, by the very list of ids that they were asked for with."""
+PROMPTS_KEPT, TOKENS_KEPT = 256, 1 << 20
+"""Prompts whose keys are kept, by the very object with ids that they were asked for with; and their tokens together."""
 HOT_SHOWN, KEY_DIGITS = 16, 12
 REMOTE = Place(Tier.REMOTE, 0)
 RANK_FIRST = 1 << RANK_SHIFT
@@ -60,6 +60,7 @@ class Sight:
         self._specs: dict[int, InstanceSpec] = {}
         self._registrations: dict[int, list[Registration]] = {}
         self._prompts: dict[int, _Prompt] = {}
+        self._kept_tokens = 0
         self._hottest = Hottest()
         self._has_ranks = False
 
@@ -139,7 +140,8 @@ class Sight:
         self._assign()
 
     def _assign(self) -> None:
-        """Tell the models which registrations are theirs."""
+        """Tell the models which registrations are theirs. Those that have none keep what they knew: a node that restarts
+        forgets its engines for a moment."""
         found: dict[str, list[Registration]] = {}
         for node, registrations in sorted(self._registrations.items()):
             for it in registrations:
@@ -193,10 +195,20 @@ class Sight:
         except (OverflowError, TypeError):
             self.unkeyable += 1
             return ()
-        if len(self._prompts) >= PROMPTS_KEPT:
-            del self._prompts[next(iter(self._prompts))]
-        self._prompts[id(ids)] = _Prompt(ids, salt, ways, lenses)
+        self._keep(_Prompt(ids, salt, ways, lenses))
         return lenses
+
+    def _keep(self, prompt: _Prompt) -> None:
+        """Remember a prompt, unless it alone takes a good part of the room."""
+        size, prompts = len(prompt.ids), self._prompts
+        if size > TOKENS_KEPT // 16:
+            return
+        before = prompts.pop(id(prompt.ids), None)
+        self._kept_tokens += size - (0 if before is None else size)
+        prompts[id(prompt.ids)] = prompt
+        while len(prompts) > PROMPTS_KEPT or self._kept_tokens > TOKENS_KEPT:
+            oldest = prompts.pop(next(iter(prompts)))
+            self._kept_tokens -= len(oldest.ids)
 
     def held(self, model: str, lenses: Sequence[Lens]) -> Held:
         """See parts.Sight."""

@@ -86,6 +86,7 @@ class Crew:
         self._places = [_Place(it, Restarts(draw)) for it in range(count)]
         self._endings: set[asyncio.Task[None]] = set()
         self._rolling = asyncio.Lock()
+        self._stopping = False
 
     def __repr__(self) -> str:
         return f"Crew({', '.join(f'{it.number}: {it.worker}' for it in self._places)})"
@@ -114,6 +115,8 @@ class Crew:
         does not become ready: those that are replaced by then stay so, the others are as before, and later ones get
         what all had before. Raises ConfigError if a worker refuses the fleet."""
         async with self._rolling:
+            if self._stopping:
+                raise UnavailableError("workers are draining, and none is started any more")
             before, self.fleet = self.fleet, fleet
             try:
                 for place in self._places:
@@ -124,6 +127,7 @@ class Crew:
 
     def stop_restarting(self) -> None:
         """From now on a worker that ends has ended: somebody has told them to drain."""
+        self._stopping = True
         for place in self._places:
             if place.keeper is not None:
                 place.keeper.cancel()

@@ -19,8 +19,8 @@ from headwater.conductor.sharing import MESSAGE_BYTES, Received
 from headwater.errors import ConfigError
 
 WORKERS_MAX = 256
-QUEUE = 256
-"""Messages for a receiver that is busy."""
+QUEUE = 512
+"""Messages for a receiver that is busy; as ZMQ counts, at least half as many are kept."""
 ONCE = 64
 """Messages read before anybody else in the loop has a turn."""
 PATH_BYTES = 100

@@ -31,7 +31,8 @@ from headwater.node.object_format import MODEL
 from headwater.node.tiering import Tiering
 from headwater.types import Announced, Changed, ChunkKey, Removed, Stored, Tier, chunk_name, split_name
 
-WATCHERS_MAX = 16
+WATCHERS_MAX = 32
+"""A Conductor has one for each of its worker processes."""
 HOLD_S, FIGURES_S = 1.0, 3.0
 STEP_ROWS = 2048
 STEPS_A_TURN = 8

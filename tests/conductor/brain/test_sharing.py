@@ -319,28 +319,22 @@ def test_workers_hear_each_other_whoever_starts_first(tmp_path_factory: pytest.T
             bus = WorkersBus(folder, number, 3, loop)
             bus.start(heard[number].append)
             buses.append((number, bus))
-        serial = 0
+        life = 1
 
         def everybody() -> bool:
-            nonlocal serial
-            serial += 1
             for number, bus in buses:
-                bus.send(b"%d from %d" % (serial, number))
-            return all(
-                {it[-1:] for it in heard[mine]} == {b"%d" % it for it in range(3) if it != mine} for mine in heard
-            )
+                bus.send(b"%d in life %d" % (number, life))
+            every = {b"%d in life %d" % (it, life) for it in range(3)}
+            return all(every - set(heard[mine]) == {b"%d in life %d" % (mine, life)} for mine in heard)
 
         await eventually(everybody)
         number, bus = buses.pop(0)
         bus.close()
-        again = WorkersBus(folder, number, 3, loop)
+        again, life = WorkersBus(folder, number, 3, loop), 2
         again.start(heard[number].append)
         buses.append((number, again))
-        heard[number].clear()
-        for it in (0, 1):
-            heard[it].clear()
         await eventually(everybody)
-        many = [b"%06d" % it for it in range(200)]
+        many = [b"%06d" % it for it in range(200)]  # more than are read at once
         before = len(heard[0])
         for message in many:
             again.send(message)

@@ -172,6 +172,7 @@ def test_ready_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             assert (await it.ask("POST", "/drain")).status == 202
             await reasons(it, "draining")
             assert (await it.ask("POST", "/drain")).status == 202
+            await it.control.workers.ask_all("POST", "/drain")
             assert [worker.drained for worker in it.workers] == [1, 1]
             assert (await it.ask("GET", "/health")).status == 200
         assert it.drained == 1

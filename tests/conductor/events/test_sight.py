@@ -12,7 +12,7 @@ from headwater.conductor.events.batches import Batch, read_batch
 from headwater.conductor.events.device import CAPACITY_TOKENS
 from headwater.conductor.events.hottest import Hottest
 from headwater.conductor.events.namespaces import RECORDS_MAX, Base, Registration
-from headwater.conductor.sight import PROMPTS_KEPT, Sight
+from headwater.conductor.sight import PROMPTS_KEPT, TOKENS_KEPT, Sight
 from headwater.core.hashing import chunk_keys
 from headwater.fleet import Place
 from headwater.fleetfile.model import InstanceSpec
@@ -99,6 +99,14 @@ def test_without_events_those_expected_longest_ago_go_first() -> None:
     sight.expect(0, sight.lenses("m", "", prompts[1][:32]))
     # Of the one that is oldest now, the end goes first.
     assert [held(sight, ids).get(DEVICE[0], 0) for ids in prompts] == [128, 32, 160]
+
+
+def test_what_was_expected_is_void_when_an_engine_has_cleared_its_cache() -> None:
+    sight = Sight()
+    device = sight.joined(0, spec())
+    sight.expect(0, sight.lenses("m", "", IDS))
+    device.apply(0, read_batch(msgspec.msgpack.encode([1.0, [{"type": "AllBlocksCleared"}], 0])))
+    assert (held(sight), device.expected) == ({}, 0)
 
 
 def test_expectations_are_bounded_without_a_capacity() -> None:
@@ -279,8 +287,11 @@ def test_the_best_rank_counts_for_its_instance() -> None:
     device.apply(0, stored(IDS))
     assert held(sight) == {DEVICE[2]: 160}
     device.apply(1, removed(5))
+    assert device.expected == 9
     assert sight.query("m", IDS)["a"]["DP"] == {"0": 160, "1": 80}
     device.apply(1, stored(IDS[80:96], first=5, parent=4))
+    sight.expect(2, sight.lenses("m", "", IDS))
+    assert held(sight) == {DEVICE[2]: 160}
     device.forget(0)
     assert held(sight) == {DEVICE[2]: 96}
     sight.left(2)
@@ -436,6 +447,14 @@ def test_the_same_ids_are_not_hashed_twice_and_what_is_kept_is_bounded() -> None
     for _ in range(PROMPTS_KEPT * 2):
         sight.lenses("m", "", list(IDS))
     assert len(sight._prompts) == PROMPTS_KEPT
+    large = range(TOKENS_KEPT // 16)
+    for number in range(40):
+        sight.lenses("m", "", large[number:])
+    assert len(sight._prompts) == 16
+    assert sight._kept_tokens == sum(len(it.ids) for it in sight._prompts.values()) <= TOKENS_KEPT
+    huge = range(TOKENS_KEPT // 16 + 1)
+    sight.lenses("m", "", huge)
+    assert id(huge) not in sight._prompts
 
 
 def test_state_tells_of_the_hottest_without_whole_keys() -> None:

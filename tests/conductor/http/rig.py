@@ -45,6 +45,12 @@ async def until(fact: Callable[[], object], within_s: float = WITHIN_S) -> float
     return time.monotonic() - begun_s
 
 
+async def passing(seconds: float) -> None:
+    """Let time pass for the one who is tested."""
+    due_s = time.monotonic() + seconds
+    await until(lambda: time.monotonic() > due_s)
+
+
 class Watcher:
     """A listener that notes what it is told."""
 
@@ -86,7 +92,9 @@ class Handler:
 
 
 @asynccontextmanager
-async def serving(limits: Limits = LIMITS, tls: Any = None, **times: float) -> AsyncIterator[tuple[HttpServer, Handler]]:
+async def serving(
+    limits: Limits = LIMITS, tls: Any = None, **times: float
+) -> AsyncIterator[tuple[HttpServer, Handler]]:
     """A server for this block."""
     handler = Handler()
     server = HttpServer(handler, limits, replace(TIMES, **times), Counts(), tls)
@@ -104,6 +112,7 @@ class Memory:
     def __init__(self) -> None:
         self.written = bytearray()
         self.shut = self.closing = self.aborted = self.paused = False
+        self.connection: Connection
 
     def write(self, data: bytes) -> None:
         """See asyncio."""
@@ -151,7 +160,9 @@ class Memory:
 
     def abort(self) -> None:
         """See asyncio."""
-        self.closing = self.aborted = True
+        if not self.aborted:
+            self.closing = self.aborted = True
+            asyncio.get_running_loop().call_soon(self.connection.connection_lost, None)
 
     @property
     def over(self) -> bool:
@@ -162,6 +173,7 @@ class Memory:
 def connected(server: HttpServer) -> tuple[Connection, Memory]:
     """A connection whose other end is the test."""
     connection, transport = Connection(server), Memory()
+    transport.connection = connection
     connection.connection_made(transport)  # type: ignore[arg-type]
     return connection, transport
 

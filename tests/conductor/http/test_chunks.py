@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +38,7 @@ def test_a_body_cut_at_every_two_places() -> None:
 def test_what_was_chunked_comes_out(pieces: list[bytes], cuts: list[int]) -> None:
     data = b"".join(b"%x\r\n%b\r\n" % (len(it), it) for it in pieces) + b"0\r\n\r\n"
     places = sorted({0, len(data), *(it for it in cuts if it < len(data))})
-    payload, chunked = decode([data[a:b] for a, b in zip(places, places[1:], strict=False)])
+    payload, chunked = decode([data[a:b] for a, b in itertools.pairwise(places)])
     assert payload == b"".join(pieces)
     assert chunked.done
     assert chunked.rest == b""

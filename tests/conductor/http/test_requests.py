@@ -1,15 +1,14 @@
-"""What is a request, and what is refused: one table, cut at any place; nothing behind a bad request is ever executed."""
+"""What is a request, and what is refused: tables, cut at any place. Nothing behind a bad request is ever executed."""
 
 from __future__ import annotations
 
 import json
 import random
+import time
 
 import pytest
 
-from headwater.conductor.counts import Counts
-from headwater.conductor.http.server import HttpServer
-from tests.conductor.http.rig import LIMITS, TIMES, Handler, Memory, ask, connected, looped, request, serving
+from tests.conductor.http.rig import LIMITS, Memory, ask, connected, looped, request, serving
 
 START = b"POST /a HTTP/1.1\r\n"
 HOST = b"Host: a\r\n"
@@ -86,7 +85,10 @@ BAD: dict[str, tuple[int, bytes]] = {
     "endless length": (400, START + HOST + b"Content-Length: " + b"9" * 40 + b"\r\n\r\n"),
     "large length": (413, START + HOST + b"Content-Length: 99999999999\r\n\r\n"),
     "both": (400, START + HOST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
-    "both, the other way round": (400, START + HOST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n"),
+    "both, the other way round": (
+        400,
+        START + HOST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    ),
     "two encodings": (400, START + HOST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
     "gzip, chunked": (400, START + HOST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n"),
     "chunked, identity": (400, START + HOST + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n"),
@@ -142,7 +144,9 @@ GOOD: dict[str, tuple[bytes, bytes]] = {
     "no body": (b"", START + HOST + b"\r\n"),
     "a length": (b"hello", START + HOST + b"Content-Length: 5\r\n\r\nhello"),
     "blanks around a length": (b"hello", START + HOST + b"Content-Length: \t 5 \t\r\n\r\nhello"),
-    "chunks": (b"hello", START + HOST + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3;x=y\r\nllo\r\n0\r\nT: a\r\n\r\n"),
+    "chunks": (
+        b"hello", START + HOST + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3;x=y\r\nllo\r\n0\r\nT: a\r\n\r\n"
+    ),
     "Chunked": (b"hello", START + HOST + b"transfer-encoding:Chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"),
     "no address but a port": (b"", START + b"HOST: [::1]:8000\r\n\r\n"),
     "an empty line first": (b"", b"\r\n" + START + HOST + b"\r\n"),
@@ -249,11 +253,14 @@ def test_more_than_the_limit_is_refused_before_it_comes() -> None:
     looped(run())
 
 
-def test_the_server_needs_no_socket_for_these() -> None:
-    """`said` relies on it."""
-
-    async def run() -> None:
-        server = HttpServer(Handler(), LIMITS, TIMES, Counts(), None)
-        assert server.connections == 0
-
-    looped(run())
+@pytest.mark.parametrize(
+    "filling", [b"a", b" ", b"a ", b"\t", b"a: "], ids=["words", "blanks", "both", "tabs", "colons"]
+)
+@pytest.mark.parametrize("start", [b"X: ", b"X", b"Host: ", b"Content-Length: ", b"Connection: "], ids=range(5))
+def test_no_line_takes_long_to_refuse(start: bytes, filling: bytes) -> None:
+    """A grammar that can match a line in many ways tries all of them before it gives up."""
+    line = start + filling * (15_000 // len(filling)) + b"\x01"
+    begun_s = time.process_time()
+    statuses, _, _ = said(START + HOST + line + b"\r\n\r\n")
+    assert statuses == [400]
+    assert time.process_time() - begun_s < 0.5

@@ -12,7 +12,7 @@ import pytest
 
 from headwater.conductor.http.connection import HELD_BYTES, WRITE_HIGH_BYTES
 from headwater.conductor.http.parsing import UnsafeHeader
-from tests.conductor.http.rig import LIMITS, Watcher, answer, ask, looped, request, serving, until
+from tests.conductor.http.rig import LIMITS, Watcher, answer, ask, looped, passing, request, serving, until
 
 
 def test_answers_come_in_the_order_of_the_requests() -> None:
@@ -31,7 +31,7 @@ def test_answers_come_in_the_order_of_the_requests() -> None:
 
 def test_many_requests_at_once_are_all_answered() -> None:
     async def run() -> None:
-        async with serving() as (server, handler):
+        async with serving() as (server, _handler):
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(b"".join(request(f"/{i}", b"%d" % i) for i in range(500)))
             assert [(await answer(reader))[2] for _ in range(500)] == [b"%d" % i for i in range(500)]
@@ -197,7 +197,7 @@ def test_dripping_does_not_gain_time() -> None:
             begun_s = time.monotonic()
             while not said.done() and time.monotonic() - begun_s < 5:
                 writer.write(b"A")
-                await until(lambda due_s=time.monotonic() + 0.01: time.monotonic() > due_s)
+                await passing(0.01)
             assert said.done()
             assert (await said).startswith(b"HTTP/1.1 408 ")
             writer.close()
@@ -216,7 +216,7 @@ def test_an_idle_connection_is_closed() -> None:
 
 def test_one_too_many_is_told_to_come_back() -> None:
     async def run() -> None:
-        async with serving(replace(LIMITS, connections=2)) as (server, handler):
+        async with serving(replace(LIMITS, connections=2)) as (server, _handler):
             links = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
             for reader, writer in links:
                 writer.write(request("/a"))
@@ -399,7 +399,7 @@ def test_who_reads_slowly_is_not_cut_off() -> None:
             begun_s = time.monotonic()
             while time.monotonic() - begun_s < 0.8:
                 await loop.sock_recv(link, 20_000)
-                await until(lambda due_s=time.monotonic() + 0.02: time.monotonic() > due_s)
+                await passing(0.02)
             assert connection.full
             assert "gone" not in watcher.told
             link.close()
@@ -454,7 +454,9 @@ def test_draining_has_an_end() -> None:
 
 @pytest.mark.parametrize(
     "header",
-    [(b"x", b"a\r\nb: c"), (b"x", b"a\nb"), (b"x", b"a\rb"), (b"x", b"\0"), (b"x: y\r\nz", b"a"), (b"X", b"a"), (b"", b"")],
+    [
+        (b"x", b"a\r\nb: c"), (b"x", b"a\nb"), (b"x", b"a\rb"), (b"x", b"\0"), (b"x: y\r\nz", b"a"), (b"X", b"a"), (b"", b"")
+    ],
     ids=["CRLF", "LF", "CR", "NUL", "name", "upper case", "empty"],
 )  # fmt: skip
 def test_an_answer_cannot_be_split(header: tuple[bytes, bytes]) -> None:

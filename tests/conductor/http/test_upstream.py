@@ -18,7 +18,9 @@ from headwater.demo.processes import free_port
 from tests.conductor.http.rig import LIMITS, Script, Sink, instance, looped, pooled, read_request, until
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-A: b\r\n\r\nhello"
-SSE = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n1;x=y\r\n \r\n5\r\nworld\r\n0\r\nT: x\r\n\r\n"
+SSE = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n1;x=y\r\n \r\n5\r\nworld\r\n0\r\nT: x\r\n\r\n"
+)
 
 
 def says(*answers: bytes, then: str = "wait") -> Script:
@@ -71,7 +73,7 @@ GOOD: dict[str, tuple[bytes, bytes, bool]] = {
 
 @pytest.mark.parametrize("name", GOOD)
 def test_an_answer_split_at_every_byte(name: str) -> None:
-    data, body, reused = GOOD[name]
+    data, body, _ = GOOD[name]
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
@@ -222,9 +224,12 @@ def test_what_is_sent() -> None:
     async def run() -> None:
         async with instance(script) as (_, origin), pooled() as pool:
             headers = [
-                (b"host", b"evil"), (b"connection", b"keep-alive, x-secret"), (b"keep-alive", b"5"), (b"te", b"trailers"),
-                (b"transfer-encoding", b"chunked"), (b"content-length", b"99"), (b"upgrade", b"h2c"), (b"expect", b"x"),
-                (b"accept-encoding", b"gzip"), (b"x-secret", b"1"), (b"proxy-authorization", b"2"), (b"trailer", b"3"),
+                (b"host", b"evil"), (b"connection", b"keep-alive, x-secret"), (b"keep-alive", b"5"),
+                (b"te", b"trailers"),
+                (b"transfer-encoding", b"chunked"), (b"content-length", b"99"), (b"upgrade", b"h2c"),
+                (b"expect", b"x"),
+                (b"accept-encoding", b"gzip"), (b"x-secret", b"1"), (b"proxy-authorization", b"2"),
+                (b"trailer", b"3"),
                 (b"x-ours", b"yes"), (b"content-type", b"application/json"),
             ]  # fmt: skip
             await called(pool, origin, headers=headers)

@@ -198,9 +198,10 @@ def test_knows_whether_the_time_matters(source: str, dated: bool, timed: bool) -
 
 
 def test_leaves_the_request_as_it_was() -> None:
+    template = Template(QWEN, SPECIAL)
     for fields in CASES.values():
         parsed = chat(fields)
-        ours(Template(QWEN, SPECIAL), parsed.fields)
+        ours(template, parsed.fields)
         assert parsed.fields == chat(fields).fields
 
 

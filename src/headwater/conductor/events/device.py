@@ -218,8 +218,6 @@ class Device:
 
     def _stored(self, rank: int, event: Stored) -> None:
         names, salt = event.block_hashes, ""
-        if len(event.token_ids) != len(names) * event.block_size:
-            raise ProtocolError("blocks without exactly their tokens")
         if event.block_size != self.block_tokens and not self._learn(event.block_size):
             plain = 0
         else:

@@ -94,10 +94,7 @@ class Model:
         return f"Model({self.name!r}, {len(self.ways)} ways, {'registered' if self.is_registered else 'unregistered'})"
 
     def registered(self, registrations: Sequence[Registration]) -> bool:
-        """These are all that its plug-ins have registered now; whether it has a new home. When nobody is registered,
-        what was known stays: a node that restarts forgets its engines for a moment."""
-        if not registrations:
-            return False
+        """These are all that its plug-ins have registered now, one at least; whether it has a new home."""
         self._chunks = list(dict.fromkeys(Way(it.base, it.chunk_tokens) for it in registrations))[:RECORDS_MAX]
         bases = [it.base for it in self._chunks]
         moves = self.home not in bases

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import Protocol
 
 from headwater.conductor.http.answers import bodiless
 from headwater.conductor.http.exchange import Headers, Listener, Request
 
-if TYPE_CHECKING:
-    from headwater.conductor.http.connection import Connection
-
 JOIN_BYTES = 64 << 10
 """Larger pieces are not copied to be written together."""
+
+
+class Wire(Protocol):
+    """The connection, as its answer sees it."""
+
+    transport: asyncio.Transport
+    chunks: bool
+    """The client understands chunks (HTTP/1.1)."""
+    full: bool
+    """It reads more slowly than we write."""
+
+    def head(self, status: int, headers: Headers, framing: bytes) -> bytes:
+        """The head of the present answer; raises UnsafeHeader."""
+
+    def write(self, head: bytes, body: bytes) -> None:
+        """A head and a body at once."""
+
+    def answered(self) -> None:
+        """The present answer has ended."""
+
+    def cut(self) -> None:
+        """The present answer cannot be ended."""
 
 
 class Answer:
@@ -19,7 +39,7 @@ class Answer:
 
     __slots__ = ("_bodiless", "_chunked", "_connection", "_gone", "_listener", "closed", "request", "started")
 
-    def __init__(self, connection: Connection, request: Request) -> None:
+    def __init__(self, connection: Wire, request: Request) -> None:
         self.request = request
         self.started = False
         self.closed = False

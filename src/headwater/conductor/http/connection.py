@@ -23,20 +23,21 @@ import fcntl
 import socket
 import struct
 import termios
+from collections.abc import Callable
 from enum import Enum, auto
 from math import inf
-from typing import TYPE_CHECKING, cast
+from typing import Any, Protocol, cast
 
+from headwater.conductor.counts import Counts
 from headwater.conductor.http.answering import JOIN_BYTES, Answer
-from headwater.conductor.http.answers import CONTINUE, error_body
+from headwater.conductor.http.answers import CONTINUE, Heads, error_body
 from headwater.conductor.http.chunks import Chunked
 from headwater.conductor.http.exchange import Headers, Request
 from headwater.conductor.http.heads import HeadReader, RequestHead, parse_request
 from headwater.conductor.http.known import Known
 from headwater.conductor.http.parsing import Malformed
-
-if TYPE_CHECKING:
-    from headwater.conductor.http.server import HttpServer
+from headwater.conductor.parts import Handler
+from headwater.fleetfile.model import Limits, Times
 
 HELD_BYTES = 64 << 10
 """Of pipelined requests, beyond which a connection is not read."""
@@ -51,6 +52,29 @@ _HUNG_UP = (7, 8)
 
 _INT = struct.Struct("i")
 _known = Known(parse_request)
+
+
+class Owner(Protocol):
+    """The server, as its connections see it."""
+
+    handler: Handler
+    limits: Limits
+    times: Times
+    counts: Counts
+    heads: Heads
+    draining: bool
+
+    def time(self) -> float:
+        """The loop's."""
+
+    def later(self, call: Callable[[], None]) -> Any:
+        """Call this in the loop's next turn."""
+
+    def opened(self, connection: Connection) -> None:
+        """A client has connected."""
+
+    def closed(self, connection: Connection) -> None:
+        """It has left."""
 
 
 class Phase(Enum):
@@ -93,7 +117,7 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, server: HttpServer) -> None:
+    def __init__(self, server: Owner) -> None:
         self._server = server
         self._times = server.times
         self._phase = Phase.HEAD

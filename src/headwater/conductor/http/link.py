@@ -20,16 +20,14 @@ from __future__ import annotations
 import asyncio
 from enum import Enum, auto
 from math import inf
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 from headwater.conductor.http.chunks import Chunked
 from headwater.conductor.http.exchange import Origin, Sink
 from headwater.conductor.http.heads import HeadReader, parse_answer
 from headwater.conductor.http.known import Known
 from headwater.conductor.http.parsing import Malformed
-
-if TYPE_CHECKING:
-    from headwater.conductor.http.upstream import UpstreamPool
+from headwater.fleetfile.model import Limits, Times
 
 INTERIM_MAX = 16
 """Answers of status 1xx before the real one."""
@@ -87,6 +85,28 @@ class UpstreamCall:
                 link.cut()
 
 
+class Owner(Protocol):
+    """The pool, as its links see it."""
+
+    limits: Limits
+    times: Times
+
+    def time(self) -> float:
+        """The loop's."""
+
+    def idle(self, link: Link) -> None:
+        """A link may be used again."""
+
+    def left(self, link: Link) -> None:
+        """A link's connection has ended."""
+
+    def again(self, call: UpstreamCall) -> None:
+        """Send a request on a fresh connection."""
+
+    def lost(self, call: UpstreamCall, why: str) -> None:
+        """A call ends without its answer's end."""
+
+
 class Phase(Enum):
     """What a link is at."""
 
@@ -106,7 +126,7 @@ class Link(asyncio.Protocol):
 
     _transport: asyncio.Transport
 
-    def __init__(self, pool: UpstreamPool, origin: Origin) -> None:
+    def __init__(self, pool: Owner, origin: Origin) -> None:
         self.origin = origin
         self.deadline_s = inf
         self._pool = pool

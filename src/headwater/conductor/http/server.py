@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
 
 from headwater.conductor.counts import Counts
 from headwater.conductor.http.answers import Heads
@@ -45,7 +44,7 @@ class HttpServer:
     async def start(self, host: str, port: int, *, reuse_port: bool = False) -> None:
         """Listen; raises ConfigError where that address cannot be had."""
         self._loop = asyncio.get_running_loop()
-        self.time: Callable[[], float] = self._loop.time
+        self.time = self._loop.time
         self.later = self._loop.call_soon
         handshake_s = self.times.header_s if self._tls else None
         try:
