@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from typing import Any
 import yaml
 
 from tests.conductor.engine import Engine, serving
+from tests.node.conftest import eventually
 from tests.servers import free_port
 
 START_S, STOP_S, ASK_S = 30.0, 20.0, 20.0
@@ -118,10 +118,7 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
 
 def until(fact: Callable[[], object], what: Callable[[], object], within_s: float = 10.0) -> None:
     """Poll until something is so."""
-    deadline_s = time.monotonic() + within_s
-    while not fact():
-        assert time.monotonic() < deadline_s, what()
-        time.sleep(0.02)
+    eventually(fact, within_s, what)
 
 
 @contextmanager

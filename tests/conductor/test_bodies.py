@@ -262,7 +262,7 @@ def test_depth_is_bounded(what: str) -> None:
     assert "64 levels" in refused(nested(65, what)).message
     for depth in (500, 5_000, 100_000):
         assert "64 levels" in refused(nested(depth, what)).message
-    assert refused(b"[" * 1_000_000).status == 400
+    assert refused(b"[" * 1_000_000).status == 413
 
 
 def test_depth_is_not_what_strings_say() -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headwater.bench.harness import Effort, Experiment, Goal, Reading, Readings, Spec, Suite, Unmeasured, quartiles
-from headwater.bench.proxy_systems import answers
+from headwater.bench.proxy_systems import answers, reason
 from headwater.config import child_environment
 from headwater.demo.burst import Burst, Request, Result, ask, burst, chats, same_answers, summary
 from headwater.demo.processes import Children, Served, check_model, cpu_dtype, free_port, start_node
@@ -256,7 +256,7 @@ def measure(effort: Effort, wanted: frozenset[str]) -> Readings:
             shape = replace(shape, rate=PACE / prefill_s)
             return readings(play(stage.urls, shape, rounds, SLO_COLD * prefill_s, effort))
     except UnavailableError as error:
-        return dict.fromkeys(wanted, Unmeasured(str(error)))
+        return dict.fromkeys(wanted, Unmeasured(reason(error)))
 
 
 BESIDE = "the same chats to vLLM with its own prefix caching, round robin"

@@ -17,7 +17,7 @@ from pathlib import Path
 from headwater.bench.harness import Effort, Experiment, Goal, Reading, Readings, Spec, Unmeasured, quartiles
 from headwater.bench.proxy_prompts import Prompts
 from headwater.bench.proxy_rounds import Rounds, Turn
-from headwater.bench.proxy_systems import ROUTING, Running, place
+from headwater.bench.proxy_systems import ROUTING, Running, place, reason
 from headwater.errors import UnavailableError
 
 SIZES = {"ids": 24_050, "text": 20_000}
@@ -84,7 +84,7 @@ def measure(effort: Effort, wanted: frozenset[str]) -> Readings:
             try:
                 readings |= _measure(kind, effort)
             except UnavailableError as error:
-                readings |= dict.fromkeys(names, Unmeasured(str(error)))
+                readings |= dict.fromkeys(names, Unmeasured(reason(error)))
     return readings
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from headwater.bench.harness import Effort, Experiment, Goal, Reading, Readings, Spec, Unmeasured
 from headwater.bench.proxy_prompts import Prompts
 from headwater.bench.proxy_rounds import MIB, Rounds, Turn
-from headwater.bench.proxy_systems import ROUTING, Running, place
+from headwater.bench.proxy_systems import ROUTING, Running, place, reason
 from headwater.demo.processes import free_port
 from headwater.errors import UnavailableError
 
@@ -77,7 +77,7 @@ def measure(effort: Effort, wanted: frozenset[str]) -> Readings:
     try:
         return _measure(effort)
     except UnavailableError as error:
-        return dict.fromkeys(names, Unmeasured(str(error)))
+        return dict.fromkeys(names, Unmeasured(reason(error)))
 
 
 def _measure(effort: Effort) -> Readings:

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from headwater.bench.harness import Reading, Unmeasured, quartiles
 from headwater.bench.proxy_prompts import Prompts
-from headwater.bench.proxy_systems import Place, Running, System
+from headwater.bench.proxy_systems import Place, Running, System, reason
 from headwater.bench.turns import Turner, turner
 from headwater.errors import UnavailableError
 
@@ -147,8 +147,7 @@ class Rounds:
         try:
             return self._place.start(system, ports)
         except UnavailableError as error:
-            words = str(error).strip().splitlines()
-            return ": ".join(dict.fromkeys((words[0], words[-1].strip()[-300:])))
+            return reason(error)
 
     def running(self, name: str) -> Running | None:
         """The process of a contender; None if it is not there."""
@@ -167,7 +166,7 @@ class Rounds:
                 try:
                     sample = self.clients.play(self._running[it.name], it.turn, number)
                 except UnavailableError as error:
-                    self.reasons[it.name] = str(error)
+                    self.reasons[it.name] = reason(error)
                     continue
                 if number >= 0:
                     samples[it.name].append(sample)

@@ -207,6 +207,12 @@ def place(folder: Path, model: Path) -> Iterator[Place]:
         yield Place(children, folder, model)
 
 
+def reason(error: Exception) -> str:
+    """An error in a line: what happened, and the last words of whoever did not start."""
+    words = str(error).strip().splitlines() or [type(error).__name__]
+    return ": ".join(dict.fromkeys((words[0], words[-1].strip()[-300:])))
+
+
 def answers(port: int) -> bool:
     """Whether a completion through this port is answered."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2.0)

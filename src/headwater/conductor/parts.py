@@ -54,14 +54,17 @@ class Registry(Protocol):
     """The instances that there are: from the fleet file, and those that registered since. Numbers are small and stay
     with an instance as long as it is there."""
 
-    def spec(self, number: int) -> InstanceSpec: ...
+    def spec(self, number: int) -> InstanceSpec:
+        """What was said of it."""
 
-    def origin(self, number: int) -> Origin: ...
+    def origin(self, number: int) -> Origin:
+        """Where it listens."""
 
     def instances(self) -> Mapping[int, Instance]:
         """What policies read."""
 
-    def by_name(self, name: str) -> int | None: ...
+    def by_name(self, name: str) -> int | None:
+        """Its number; None if there is none of that name."""
 
 
 class Sight(Protocol):

@@ -140,7 +140,7 @@ class Sight:
         self._assign()
 
     def _assign(self) -> None:
-        """Tell the models which registrations are theirs. Those that have none keep what they knew: a node that restarts
+        """Tell the models which registrations are theirs. Those without any keep what they knew: a node that restarts
         forgets its engines for a moment."""
         found: dict[str, list[Registration]] = {}
         for node, registrations in sorted(self._registrations.items()):

@@ -168,7 +168,12 @@ async def run(start: Start) -> None:
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, ended.set)
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the parent's business
-    loop.add_reader(start.lifeline, ended.set)
+
+    def orphaned() -> None:
+        loop.remove_reader(start.lifeline)
+        ended.set()
+
+    loop.add_reader(start.lifeline, orphaned)
     try:
         async with AsyncExitStack() as stack:
             worker = Worker(start, stack)

@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from statistics import median
 from typing import NamedTuple
 
 from headwater.enginetimes import EngineTimes
@@ -50,6 +49,13 @@ SECONDS_LEAST, SECONDS_MOST = 1e-6, 3600.0
 """What is beyond was no step of an engine."""
 SAME = 0.02
 """Changes below this are noise, and everybody keeps what was worked out with the old times."""
+
+
+def median(values: Iterable[float]) -> float:
+    """The middle one in order, or the mean of the two in the middle; there must be one."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 class Fit(NamedTuple):

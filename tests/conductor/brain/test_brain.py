@@ -207,6 +207,18 @@ def test_a_dropped_request_waits_no_more() -> None:
     assert rig.is_still() and all(it.waits for it in waiting)
 
 
+def test_those_who_wait_keep_to_the_limit_too() -> None:
+    rig = BrainRig(1, capacity_tokens=2000, quiet=True, limits=Limits(requests=3))
+    clients = [rig.take(prompt(it)) for it in range(9)]
+    assert sum(it.waits for it in clients) >= 6
+    rig.roster.instances()[0].capacity_tokens = 1 << 20
+    rig.timers.run(1.0)
+    assert rig.brain.under_way == 3
+    rig.finish(next(it for it in clients if it.targets))
+    rig.timers.run(0.1)
+    assert rig.brain.under_way == 3
+
+
 def test_models_do_not_wait_for_each_other() -> None:
     rig = BrainRig(1, capacity_tokens=2000, quiet=True)
     rig.roster.register(spec("other", served_name="other", capacity_tokens=2000), 1)
@@ -234,6 +246,15 @@ def test_lost_goes_elsewhere_and_never_back() -> None:
     assert client.refusal is not None and client.refusal.status == 502 and rig.is_still()
     rig.brain.finished(client.job, whole=False)  # said after all
     assert rig.is_still()
+
+
+def test_who_was_admitted_once_is_not_turned_away_when_it_is_lost() -> None:
+    rig = BrainRig(2, quiet=True, slo=Slo(ttft_s=0.5))
+    client = rig.take(prompt(1))
+    other = [rig.take(prompt(2 + it)) for it in range(6)]
+    rig.timers.run(2.0)
+    rig.lose(client)
+    assert len(client.targets) == 2 and len(other) == 6
 
 
 def test_lost_with_the_only_one() -> None:

@@ -64,9 +64,7 @@ def test_a_million_prompts_and_hundreds_of_joins_reach_a_plateau() -> None:
     middle = resident_bytes()
     serve(PROMPTS // 2, JOINS // 2)
     grown = resident_bytes() - middle
-    print(
-        f"{middle >> 20} MiB after {PROMPTS // 2} prompts and {JOINS // 2} joins, {grown / 2**20:.1f} MiB more after all"
-    )
+    print(f"{middle >> 20} MiB after half of {PROMPTS} prompts and {JOINS} joins, {grown >> 10} KiB more at the end")
     while under_way:
         rig.finish(under_way.popleft())
     rig.timers.run(60.0)
