@@ -36,7 +36,7 @@ class Flight:
     def __init__(self, name: str, job: Job, ask: Ask, sent: Sent, refused: Refused) -> None:
         self.name, self.job, self.ask, self.sent, self.refused = name, job, ask, sent, refused
         self.asked = ask
-        """As it was asked at first; in `ask` of one that goes on elsewhere, what was answered is a part of the prompt."""
+        """As it was asked at first; in `ask` of one that goes on elsewhere, the prompt has what was answered."""
         self.choice: Choice | None = None
         """None while it is at no instance."""
         self.excluded: set[int] = set()

@@ -104,8 +104,10 @@ def burst(
     *,
     model: str = "model",
     answered: Callable[[], object] = lambda: None,
+    more: Mapping[str, Any] | None = None,
 ) -> list[Result]:
-    """Send all of them when they are due; results in the order of requests. `answered` is called after each."""
+    """Send all of them when they are due; results in the order of requests. `answered` is called after each. `more` is
+    in every body."""
     targets = [urlsplit(it) for it in urls]
     said = threading.Lock()
     began_s = time.monotonic() + 0.2
@@ -115,7 +117,7 @@ def burst(
         target = targets[index % len(targets)]
         time.sleep(max(began_s + request.due_s - time.monotonic(), 0.0))
         try:
-            return ask(str(target.hostname), target.port or 80, request, model, began_s + request.due_s)
+            return ask(str(target.hostname), target.port or 80, request, model, began_s + request.due_s, more)
         except UnavailableError as error:
             return Result(request.due_s, request.family, failure=str(error))
         finally:
@@ -126,7 +128,9 @@ def burst(
         return list(pool.map(send, range(len(requests))))
 
 
-def ask(host: str, port: int, request: Request, model: str, due_s: float) -> Result:
+def ask(
+    host: str, port: int, request: Request, model: str, due_s: float, more: Mapping[str, Any] | None = None
+) -> Result:
     """One streamed chat. Raises UnavailableError."""
     body = {
         "model": model,
@@ -136,6 +140,7 @@ def ask(host: str, port: int, request: Request, model: str, due_s: float) -> Res
         "min_tokens": request.answer_tokens,  # a model that has nothing to say would end at once, without a token
         "stream": True,
         "stream_options": {"include_usage": True},
+        **(more or {}),
     }
     connection = http.client.HTTPConnection(host, port, timeout=PATIENCE_S)
     try:

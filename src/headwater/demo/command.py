@@ -3,6 +3,7 @@
 Theory of operation.
 
     shared      Valkey, a node with a disk, A and B run; the document is computed once
+    burst       a Conductor over A and B: many chats at once, against the same with round robin and no cache (`front`)
     restarted   A, B and the node are stopped and started again: memory is empty, the disk is not
     wiped       the node is stopped, its disk deleted, a new node started: only Valkey still has the document
 
@@ -23,6 +24,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from headwater.demo.burst import table
+from headwater.demo.front import CONDUCTOR, ROUND_ROBIN, Bursts, play_bursts, start_conductor
 from headwater.demo.processes import Child, Children, Served, check_model, kv_transfer_config, start_node, start_vllm
 from headwater.demo.story import (
     CHAT_TURNS,
@@ -51,8 +54,11 @@ The same, by hand:
   vllm serve MODEL --kv-transfer-config '{"kv_connector":"HeadwaterConnector","kv_role":"kv_both",
     "kv_load_failure_policy":"recompute","kv_connector_extra_config":{"node":"unix:/path/it/printed"}}'
 
+All of it at once, behind one URL:  headwater up examples/up.yaml
+
 Exit code 0 only if every answer is identical to the one computed without any cache, instance B reused what instance
-A had computed, and the document came back from the disk after a restart and from Valkey after the disk was deleted.
+A had computed, the Conductor's burst reused more than the one without it, and the document came back from the disk after
+a restart and from Valkey after the disk was deleted.
 """
 
 
@@ -74,17 +80,17 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="headwater-demo-") as scratch:
         logs = arguments.logs or Path(scratch)
         logs.mkdir(parents=True, exist_ok=True)
-        lines = _perform(arguments.model.resolve(), arguments.host_memory, Path(scratch), logs, console)
-    result = as_json(lines)
+        lines, bursts = _perform(arguments.model.resolve(), arguments.host_memory, Path(scratch), logs, console)
+    result = as_json(lines, bursts)
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:
-        _show(lines, console)
+        _show(lines, bursts, console)
     return 0 if result["ok"] else 1
 
 
-def _perform(model: Path, memory: str, scratch: Path, logs: Path, console: Console) -> list[Line]:
-    total = 5 + len(list(steps())) + len(CHAT_TURNS)
+def _perform(model: Path, memory: str, scratch: Path, logs: Path, console: Console) -> tuple[list[Line], Bursts]:
+    total = 8 + len(list(steps())) + len(CHAT_TURNS)
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -106,19 +112,26 @@ class Stage:
 
     def __init__(self, children: Children, model: Path, memory: str, scratch: Path, logs: Path) -> None:
         self._children, self._model, self._memory, self._logs = children, model, memory, logs
-        self._disk = scratch / "disk"
+        self._scratch, self._disk = scratch, scratch / "disk"
         self._address, self._last_address = f"unix:{scratch}/node.sock", f"unix:{scratch}/last.sock"
         self._remote = start_valkey(children, scratch / "valkey", logs / "valkey.log")
         cores = sorted(os.sched_getaffinity(0))
         self._cores = [cores[0], cores[1]] if len(cores) > 1 else [None, None]
 
-    def play(self, begin: Callable[[str], None]) -> list[Line]:
+    def play(self, begin: Callable[[str], None]) -> tuple[list[Line], Bursts]:
         """All acts; `begin` is told what comes next."""
         children = self._children
         node = self._start_node(self._address, "node")
         begin("starting vLLM A and B (half a minute)")
         servers = self._start_engines(self._logs, {"A": self._address, "B": self._address})
         lines, plain = tell(servers, self._address, begin)
+
+        begin("starting a Conductor")
+        front, port = start_conductor(
+            children, self._model, self._address, list(servers.values()), self._scratch, self._logs / "conductor.log"
+        )
+        bursts = play_bursts(list(servers.values()), port, begin)
+        children.end(front)
 
         begin("restarting the node and both engines (half a minute)")
         wait_for_rest(self._address)
@@ -138,7 +151,7 @@ class Stage:
         wait_for_engine(self._last_address)
         begin("same question on B, with nothing but Valkey")
         lines.append(tell_again(WIPED, servers["B"], self._last_address, plain["B"]))
-        return lines
+        return lines, bursts
 
     def _start_node(self, address: str, name: str) -> Child:
         log, disk = self._logs / f"{name}.log", f"{self._disk}:{DISK}"
@@ -148,17 +161,21 @@ class Stage:
         logs.mkdir(parents=True, exist_ok=True)
         servers: dict[str, Served] = {}
         for (name, address), core in zip(addresses.items(), self._cores, strict=True):
-            servers[name] = start_vllm(self._children, name, self._model, core, kv_transfer_config(address), logs)
+            servers[name] = start_vllm(
+                self._children, name, self._model, core, kv_transfer_config(address), logs, publishes=True
+            )
         for it in servers.values():
             it.child.wait_until(it.healthy, START_S, lambda: None)
         return servers
 
 
-def _show(lines: Sequence[Line], console: Console) -> None:
+def _show(lines: Sequence[Line], bursts: Bursts, console: Console) -> None:
     console.print(requests_table("Two vLLM instances, one KV cache", lines, moved=True))
+    console.print(table(bursts.results, bursts.slo_s, "A burst of chats that share prefixes, over both instances"))
     same = sum(line.identical for line in lines)
     facts = {
         "B reused A's prefix": reused_on_other(lines),
+        f"reused more than {ROUND_ROBIN}, by {CONDUCTOR}": bursts.identical and bursts.reused_more,
         "the disk had it after a restart": came_from(lines, RESTARTED, Tier.DISK),
         "Valkey had it after the disk was deleted": came_from(lines, WIPED, Tier.REMOTE),
     }

@@ -20,6 +20,7 @@ from typing import Self
 from headwater.config import child_environment
 from headwater.errors import ConfigError, UnavailableError
 from headwater.node.client import fetch_status
+from headwater.up.engine import events_config
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.1
@@ -179,17 +180,25 @@ class Served:
     name: str
     port: int
     child: Child
+    events: str = ""
+    """Where it publishes what it holds; empty if it does not."""
+    replay: str = ""
 
     def healthy(self) -> bool:
         """Whether it answers its health check."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=1.0)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == http.client.OK
-        except OSError:
-            return False
-        finally:
-            connection.close()
+        return answers_health(self.port)
+
+
+def answers_health(port: int) -> bool:
+    """Whether somebody on loopback answers a health check."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def check_model(model: Path) -> None:
@@ -207,10 +216,12 @@ def start_vllm(
     directory: Path,
     *,
     resettable: bool = False,
+    publishes: bool = False,
 ) -> Served:
     """Start `vllm serve` on a free loopback port, bound to one core if given; it is not ready yet.
 
-    `resettable` has it offer what vLLM has for developers only, such as to empty its own cache.
+    `resettable` has it offer what vLLM has for developers only, such as to empty its own cache; `publishes` has it say
+    what it holds, on two more ports.
     """
     check_model(model)
     port = free_port()
@@ -225,7 +236,11 @@ def start_vllm(
         "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
     ]  # fmt: skip
     if transfer is not None:
-        command += ["--kv-transfer-config", json.dumps(transfer)]
+        command += ["--kv-transfer-config", json.dumps({**transfer, "engine_id": name.lower()})]
+    events = f"tcp://127.0.0.1:{free_port()}" if publishes else ""
+    replay = f"tcp://127.0.0.1:{free_port()}" if publishes else ""
+    if publishes:
+        command += ["--kv-events-config", json.dumps(events_config(events, replay))]
     changes: dict[str, str | None] = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
@@ -234,7 +249,7 @@ def start_vllm(
         "VLLM_SERVER_DEV_MODE": "1" if resettable else None,
     }
     child = children.start(f"vLLM {name}", command, child_environment(changes), directory / f"vllm-{name}.log")
-    return Served(name, port, child)
+    return Served(name, port, child, events, replay)
 
 
 def kv_transfer_config(node: str) -> dict[str, object]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from headwater.demo.front import Bursts
 from headwater.demo.processes import Served
 from headwater.demo.requests import Answer, Chat, ask, read_metrics
 from headwater.errors import UnavailableError
@@ -198,8 +199,9 @@ def _mostly(line: Line, tier: Tier) -> bool:
     return line.tiers.get(tier.value, 0) > line.prompt_tokens // 2
 
 
-def as_json(lines: Sequence[Line]) -> dict[str, object]:
-    """The contract: whether all is well, and each request."""
+def as_json(lines: Sequence[Line], bursts: Bursts) -> dict[str, object]:
+    """The contract: whether all is well, each request, and the burst both ways."""
     ok = all(line.identical for line in lines) and reused_on_other(lines)
     ok = ok and came_from(lines, RESTARTED, Tier.DISK) and came_from(lines, WIPED, Tier.REMOTE)
-    return {"ok": ok, "requests": [asdict(line) for line in lines]}
+    ok = ok and bursts.identical and bursts.reused_more
+    return {"ok": ok, "requests": [asdict(line) for line in lines], "burst": bursts.as_json()}
