@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 import json
 import os
@@ -22,6 +23,8 @@ from headwater.cli.prompts import Known, prompt_tokens
 from headwater.cli.reasons import EVENTS, Found, differences, last_event
 from headwater.cli.tiers import report, troubles
 from headwater.client import Client
+from headwater.conductor.counts import Counts
+from headwater.conductor.events.errands import Errands
 from headwater.config import NodeConfig
 from headwater.errors import UnavailableError
 from headwater.node.client import fetch_status
@@ -307,6 +310,28 @@ def test_a_node_without_namespaces_has_nothing_to_do(command: Command) -> None:
     assert command("explain", "--tokens", IDS).code == 1
 
 
+def test_a_conductor_has_chunks_brought_up(rig: Rig, command: Command) -> None:
+    keys = save(rig)
+    everywhere(command)
+    command("evict", "--tokens", IDS)
+    assert all("host" not in it for it in where(command))
+
+    async def order() -> Counts:
+        counts = Counts()
+        errands = Errands(rig.address, counts)
+        errands.prefetch(SPACE.root(), keys[:4])
+        errands.prefetch(bytes(32), keys)  # a namespace that nobody has
+        async with asyncio.timeout(10):
+            while len([it for it in where(command) if "host" in it]) < 4 or not counts.numbers:
+                await asyncio.sleep(0)
+        await errands.close()
+        return counts
+
+    counts = asyncio.run(order())
+    assert [("host" in it) for it in where(command)] == [True] * 4 + [False] * 6
+    assert counts.numbers == {("prefetches", "refused"): 1}
+
+
 # ---------------------------------------------------------------- explain
 
 
@@ -329,7 +354,7 @@ def test_explain_remembers_what_became_of_chunks(rig: Rig, command: Command) -> 
         chunks: list[dict[str, Any]] = command("explain", "--tokens", IDS, "--json").json["namespaces"][0]["chunks"]
         return chunks
 
-    # Those that build on it go when no copy to a lower tier reads them any more: their end must not come after the note.
+    # Those that build on it go when no copy to a lower tier reads them any more: that must not come after the note.
     eventually(lambda: all(it["last"] for it in explained()[:5]), 10.0, lambda: command("explain", "--tokens", IDS).out)
     rig.node.tiering.history.note(keys[1], "disk", "corrupt", rig.clock.now())
     chunks = explained()

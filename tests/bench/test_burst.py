@@ -6,11 +6,12 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from rich.console import Console
 from headwater.bench import burst as bench
 from headwater.bench.harness import Effort, Reading
 from headwater.demo import burst as demo
+from headwater.demo import front
 from headwater.demo.burst import Burst, Result, burst, chats, reused, same_answers, summary
-from headwater.demo.processes import Served
+from headwater.demo.processes import Children, Served
 from headwater.fleetfile.read import read_fleet
 
 SMALL = Burst(families=3, chats=4, prefix_tokens=40, question_tokens=5, rate=400.0)
@@ -215,21 +217,46 @@ def test_the_pace_is_that_of_a_warm_engine_and_a_prefix_that_nobody_has_seen(eng
     assert len(prefixes) == 2 * (bench.WARM_UPS + 1) == len(set(prefixes))
 
 
+class NoChildren(Children):
+    """Starts nothing, and remembers what it should have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.commands: list[list[str]] = []
+
+    def start(self, name: str, command: Sequence[str], environment: dict[str, str], log: Path) -> Any:
+        self.commands.append(list(command))
+        return SimpleNamespace(wait_until=lambda *_: None)
+
+
 def test_engines_differ_in_the_plug_in_and_events_alone(tmp_path: Path) -> None:
-    plain = bench.engine_command(Path("/vllm"), tmp_path, 9001, "b0", None, None)
-    ours = bench.engine_command(Path("/vllm"), tmp_path, 9001, "a0", "unix:/node", (9002, 9003))
-    assert ours[: len(plain)] == plain
-    extra = dict(zip(ours[len(plain) :: 2], ours[len(plain) + 1 :: 2], strict=True))
-    assert set(extra) == {"--kv-transfer-config", "--kv-events-config"}
-    assert json.loads(extra["--kv-transfer-config"])["kv_connector_extra_config"]["node"] == "unix:/node"
-    assert "*" not in json.loads(extra["--kv-events-config"])["endpoint"]
+    (tmp_path / "config.json").touch()
+    children = NoChildren()
+    ours = bench._engine(children, tmp_path, "a0", 0, "unix:/node", tmp_path)
+    theirs = bench._engine(children, tmp_path, "a0", 0, None, tmp_path)
+    with_us, without = (
+        [it for it in words if it != str(port)]
+        for words, port in zip(children.commands, (ours.port, theirs.port), strict=True)
+    )
+    at = with_us.index("--kv-transfer-config")
+    extra = with_us[at : at + 4]
+    assert with_us[:at] + with_us[at + 4 :] == without
+    assert json.loads(extra[1])["kv_connector_extra_config"]["node"] == "unix:/node"
+    assert extra[2] == "--kv-events-config" and "*" not in json.loads(extra[3])["endpoint"]
+    assert without[-len(bench.FLAGS) :] == list(bench.FLAGS), "the last ones win"
 
 
 def test_our_fleet_file_is_one_that_the_conductor_reads(tmp_path: Path) -> None:
-    engines = [(Served(f"a{it}", 9001 + it, None), (9101 + it, 9201 + it)) for it in range(2)]  # type: ignore[arg-type]
+    engines = [
+        Served(f"A{it}", 9001 + it, None, f"tcp://127.0.0.1:{9101 + it}", f"tcp://127.0.0.1:{9201 + it}")  # type: ignore[arg-type]
+        for it in range(2)
+    ]
     path = tmp_path / "fleet.yaml"
-    path.write_text(bench.fleet_file(Path("/models/small"), 8000, 8001, "unix:/node", engines), "utf-8")
+    path.write_text(front.fleet_file(Path("/models/small"), 8000, 8001, "unix:/node", engines), "utf-8")
     fleet = read_fleet(path)
-    assert [it.events for it in fleet.instances] == ["tcp://127.0.0.1:9101", "tcp://127.0.0.1:9102"]
+    assert [(it.name, it.events, it.replay) for it in fleet.instances] == [
+        ("a0", "tcp://127.0.0.1:9101", "tcp://127.0.0.1:9201"),
+        ("a1", "tcp://127.0.0.1:9102", "tcp://127.0.0.1:9202"),
+    ]
     assert [it.node for it in fleet.instances] == ["node", "node"]
     assert fleet.conductor.policy == "headwater"

@@ -133,6 +133,10 @@ class Engine:
         self.details = details
         """--enable-prompt-tokens-details."""
         self.port = port
+        self.reply: Callable[[Received], bytes | None] | None = None
+        """What is written for a request instead of all else, head included; None: as if it were not there."""
+        self.compute_s = 0.0
+        """For each token of a prompt that is not found, of answers in one piece."""
         self.otherwise = Script()
         self.requests: list[Received] = []
         self.running = self.waiting = self.aborted = self.finished = self.connections = 0
@@ -303,6 +307,10 @@ class _Link(asyncio.Protocol):
 
     async def _serve(self, received: Received) -> None:
         path = received.path.partition("?")[0]
+        said = self.engine.reply(received) if self.engine.reply is not None else None
+        if said is not None:
+            await self._write(said)
+            return
         if received.method == "GET":
             status, kind, body = _read(self.engine, path)
             await self._whole(status, body, kind)
@@ -338,7 +346,10 @@ class _Link(asyncio.Protocol):
             await _later(script.prefill_s)
             for _ in range(answer.limit if script.gate or script.token_s else 0):
                 await _pace(script)
-            await self._body(answer.whole(), script)
+            body, missed = answer.whole(), answer.missed
+            if self.engine.compute_s:
+                await _later(self.engine.compute_s * missed)
+            await self._body(body, script)
 
     async def _body(self, body: bytes, script: Script) -> None:
         if script.hang_at is not None:
@@ -487,7 +498,9 @@ class _Answer:
         return [toy.encode(it) if isinstance(it, str) else it for it in prompt]
 
     def _cached(self) -> int:
-        return sum([self.engine.found(ids, self.fields.get("cache_salt") or "") for ids in self.prompts])
+        found = sum([self.engine.found(ids, self.fields.get("cache_salt") or "") for ids in self.prompts])
+        self.missed = sum(map(len, self.prompts)) - found
+        return found
 
     def _steps(self, index: int) -> Iterator[tuple[list[int], str, str | None, str | None, Any]]:
         """(ids, text, finish reason, stop reason, logprobs) of each chunk."""

@@ -83,9 +83,10 @@ class Fleet:
     def get(self, path: str, headers: dict[str, str] | None = None) -> Answer:
         return asked(self.port, "GET", path, None, {**self.headers, **(headers or {})})
 
-    def control(self, method: str, path: str, body: object = None) -> Answer:
+    def control(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Answer:
         """Ask its control API."""
-        return asked(self.control_port, method, path, None if body is None else json.dumps(body).encode(), {})
+        data = None if body is None else json.dumps(body).encode()
+        return asked(self.control_port, method, path, data, headers or {})
 
     def state(self) -> Any:
         """What `headwater fleet --json` is made of."""
@@ -122,15 +123,23 @@ def until(fact: Callable[[], object], what: Callable[[], object], within_s: floa
 
 
 @contextmanager
-def running(folder: Path, engines: int = 2, *, file: dict[str, Any] | None = None, **conductor: Any) -> Iterator[Fleet]:
-    """A Conductor that is ready, over so many toy engines; `file` has more of the fleet file, `conductor` of its
-    section."""
+def running(
+    folder: Path,
+    engines: int = 2,
+    *,
+    file: dict[str, Any] | None = None,
+    instance: dict[str, Any] | None = None,
+    **conductor: Any,
+) -> Iterator[Fleet]:
+    """A Conductor that is ready, over so many toy engines; `file` has more of the fleet file, `instance` of each of its
+    instances, `conductor` of its section."""
     with ExitStack() as stack:
         served = [stack.enter_context(serving()) for _ in range(engines)]
         port, control_port = free_port(), free_port()
         section = {"listen": f"127.0.0.1:{port}", "control": f"127.0.0.1:{control_port}", "tokens": "none", **conductor}
         instances = [
-            {"name": f"e{number}", "model": "toy", "url": it.url, "events": "off", "block_tokens": 4}
+            {"name": f"e{number}", "model": "toy", "url": it.url, "events": "off", "block_tokens": 16}
+            | (instance or {})
             for number, it in enumerate(served)
         ]
         path = folder / "fleet.yaml"

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 
 from headwater.conductor import bodies
-from headwater.conductor.http.exchange import Exchange
+from headwater.conductor.http.exchange import Exchange, Headers
 from headwater.conductor.http.server import HttpServer
 from headwater.conductor.job import Job, Phase
 from headwater.fleetfile.model import Limits, TenantSpec
@@ -27,6 +27,9 @@ class Front:
 
     def __init__(self, it: House) -> None:
         self._house, self._names = it, count()
+
+    def admit(self, method: str, path: str, headers: Headers) -> None:
+        """Everybody is let in."""
 
     def handle(self, exchange: Exchange) -> None:
         parsed = bodies.read(exchange.request, Limits())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from headwater.demo.command import MODEL
+from headwater.demo.front import CONDUCTOR, ROUND_ROBIN
 
 PAUSE = threading.Event()
 pytestmark = pytest.mark.engine
@@ -27,6 +28,17 @@ KEYS = {
     "ttft_uncached_s": float,
     "bytes_moved": int,
     "identical": bool,
+}
+
+WAY_KEYS = {
+    "requests": int,
+    "failed": int,
+    "within_slo": int,
+    "goodput": float,
+    "ttft_mean_s": float,
+    "ttft_p99_s": float,
+    "reuse": float,
+    "reused": dict,
 }
 
 
@@ -101,6 +113,12 @@ def test_the_demo_shares_and_its_outputs_are_identical(tmp_path: Path) -> None:
     for line in (restarted, wiped):
         assert line["reused_tokens"] > 1900
         assert line["ttft_s"] < line["ttft_uncached_s"] / 2
+    burst = told["burst"]
+    assert burst["identical"] is True and burst["reused_more"] is True
+    robin, conductor = burst[ROUND_ROBIN], burst[CONDUCTOR]
+    assert {name: type(value) for name, value in conductor.items()} == WAY_KEYS
+    assert robin["requests"] == conductor["requests"] and not robin["failed"] and not conductor["failed"]
+    assert robin["reused"] == {} and {"device", "host"} >= conductor["reused"].keys() != set()
     assert not left_behind(tmp_path)
     assert shared_memory() <= before
 

@@ -11,10 +11,8 @@ engine could prefill, and the SLO of goodput is SLO_COLD such times.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,19 +21,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headwater.bench.harness import Effort, Experiment, Goal, Reading, Readings, Spec, Suite, Unmeasured, quartiles
-from headwater.bench.proxy_systems import answers, reason
-from headwater.config import child_environment
+from headwater.bench.proxy_systems import reason
 from headwater.demo.burst import Burst, Request, Result, ask, burst, chats, same_answers, summary
-from headwater.demo.processes import Children, Served, check_model, cpu_dtype, free_port, start_node
-from headwater.errors import ConfigError, UnavailableError
+from headwater.demo.front import start_conductor
+from headwater.demo.processes import Children, Served, check_model, kv_transfer_config, start_node, start_vllm
+from headwater.errors import UnavailableError
 
 PACE, SLO_COLD = 4.0, 2.0
 ROUNDS_MAX, QUICK_ROUNDS = 3, 1
 WARM_UPS = 2
-BLOCK_TOKENS, CHUNK_TOKENS = 32, 128
-CACHE_BLOCKS = 320
+CACHE_BLOCKS, BLOCK_TOKENS = 320, 32
 """Of each engine: 10,240 tokens, where the prefixes of a burst are about 18,000."""
-MODEL_TOKENS = 2048
+FLAGS = (
+    "--max-model-len", "2048", "--block-size", f"{BLOCK_TOKENS}", "--num-gpu-blocks-override", f"{CACHE_BLOCKS}",
+)  # fmt: skip
 NODE_MEMORY = "2GiB"
 START_S = 600.0
 SHAPE, QUICK_SHAPE = Burst(), Burst(families=8, chats=3)
@@ -63,73 +62,10 @@ class Bursts:
         return [it for one in self.rounds for it in one[side]]
 
 
-def engine_command(
-    vllm: Path, model: Path, port: int, name: str, node: str | None, events: tuple[int, int] | None
-) -> list[str]:
-    """One engine; with the plug-in if there is a node, and events on those ports (events, replay) of loopback."""
-    command = [
-        str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", f"{port}", "--served-model-name", "model",
-        "--dtype", cpu_dtype(), "--enforce-eager", "--max-model-len", f"{MODEL_TOKENS}",
-        "--block-size", f"{BLOCK_TOKENS}", "--num-gpu-blocks-override", f"{CACHE_BLOCKS}",
-        "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
-    ]  # fmt: skip
-    if node is not None:
-        transfer = {
-            "kv_connector": "HeadwaterConnector",
-            "kv_connector_module_path": "headwater.engines.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "engine_id": name,
-            "kv_connector_extra_config": {"node": node, "chunk_tokens": CHUNK_TOKENS},
-        }
-        command += ["--kv-transfer-config", json.dumps(transfer)]
-    if events is not None:
-        # vLLM binds only where there is a `*` or `::`, and `*` would tell prompts to the network.
-        publisher = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"tcp://[::ffff:127.0.0.1]:{events[0]}",
-            "replay_endpoint": f"tcp://127.0.0.1:{events[1]}",
-        }
-        command += ["--kv-events-config", json.dumps(publisher)]
-    return command
-
-
-def fleet_file(
-    model: Path, port: int, control: int, node: str, engines: Sequence[tuple[Served, tuple[int, int]]]
-) -> str:
-    """The fleet of side A, all of which runs already, as YAML."""
-    lines = [
-        "conductor:",
-        f"  listen: 127.0.0.1:{port}",
-        f"  control: 127.0.0.1:{control}",
-        "nodes:",
-        "  - name: node",
-        f"    socket: {node}",
-        "instances:",
-    ]
-    for served, (events, replay) in engines:
-        lines += [
-            f"  - name: {served.name}",
-            f"    model: {model}",
-            "    served_name: model",
-            "    node: node",
-            f"    url: http://127.0.0.1:{served.port}",
-            f"    events: tcp://127.0.0.1:{events}",
-            f"    replay: tcp://127.0.0.1:{replay}",
-            f"    capacity_tokens: {CACHE_BLOCKS * BLOCK_TOKENS}",
-            f"    block_tokens: {BLOCK_TOKENS}",
-        ]
-    return "\n".join(lines) + "\n"
-
-
 @contextmanager
 def sides(model: Path) -> Iterator[Sides]:
     """Both sides, ready; all processes are gone afterwards. Raises UnavailableError or ConfigError."""
     check_model(model)
-    vllm = Path(sys.executable).with_name("vllm")
-    if not vllm.is_file():
-        raise ConfigError(f"{vllm} is missing; install vLLM into this environment (`make setup` does)")
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as directory, Children() as children:
         folder = Path(directory)
@@ -138,46 +74,23 @@ def sides(model: Path) -> Iterator[Sides]:
         ours, theirs = [], []
         for number in range(2):
             core = cores[number % len(cores)]
-            events = (free_port(), free_port())
-            ours.append((_engine(children, vllm, model, f"a{number}", core, node, events, folder), events))
-            theirs.append(_engine(children, vllm, model, f"b{number}", core, None, None, folder))
-        port = free_port()
-        file = folder / "fleet.yaml"
-        file.write_text(fleet_file(model, port, free_port(), node, ours), "utf-8")
-        command = [sys.executable, "-m", "headwater", "conductor", str(file), "--runtime-dir", str(folder / "run")]
-        conductor = children.start(
-            "the Conductor", command, child_environment({"HEADWATER_LOG_LEVEL": "warning"}), folder / "conductor.log"
-        )
-        conductor.wait_until(lambda: answers(port), START_S, lambda: None)
+            ours.append(_engine(children, model, f"a{number}", core, node, folder))
+            theirs.append(_engine(children, model, f"b{number}", core, None, folder))
+        _, port = start_conductor(children, model, node, ours, folder, folder / "conductor.log")
         yield Sides(
             {
                 "headwater": (f"http://127.0.0.1:{port}",),
                 "round robin": tuple(f"http://127.0.0.1:{it.port}" for it in theirs),
             },
-            {"headwater": tuple(it for it, _ in ours), "round robin": tuple(theirs)},
+            {"headwater": tuple(ours), "round robin": tuple(theirs)},
         )
 
 
-def _engine(
-    children: Children,
-    vllm: Path,
-    model: Path,
-    name: str,
-    core: int,
-    node: str | None,
-    events: tuple[int, int] | None,
-    folder: Path,
-) -> Served:
-    """One engine that answers: they start one after the other, because they share cores."""
-    port = free_port()
-    changes = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core),
-    }
-    command = engine_command(vllm, model, port, name, node, events)
-    served = Served(name, port, children.start(f"vLLM {name}", command, child_environment(changes), folder / name))
+def _engine(children: Children, model: Path, name: str, core: int, node: str | None, folder: Path) -> Served:
+    """One engine that answers, with the plug-in if there is a node: they start one after the other, because they share
+    cores."""
+    transfer = None if node is None else kv_transfer_config(node)
+    served = start_vllm(children, name, model, core, transfer, folder, publishes=node is not None, flags=FLAGS)
     served.child.wait_until(served.healthy, START_S, lambda: None)
     return served
 

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from headwater.conductor.http.exchange import Exchange, Headers
+from headwater.conductor.http.exchange import Exchange, Headers, Reply
 from headwater.conductor.job import BadRequest, Refusal
 
 JSON = (b"content-type", b"application/json")
@@ -33,8 +33,13 @@ def error_event(status: int, message: str, code: str | None = None) -> bytes:
 
 def refuse(exchange: Exchange, refusal: Refusal, headers: Headers | None = None) -> None:
     """Answer that a request is not served."""
+    exchange.answer(*refused(refusal, headers))
+
+
+def refused(refusal: Refusal, headers: Headers | None = None) -> Reply:
+    """That answer."""
     body = error_body(refusal.status, refusal.message, refusal.code)
-    exchange.answer(refusal.status, [JSON, *retry_after(refusal.retry_after_s), *(headers or ())], body)
+    return Reply(refusal.status, [JSON, *retry_after(refusal.retry_after_s), *(headers or ())], body)
 
 
 def refuse_bad(exchange: Exchange, error: BadRequest, headers: Headers | None = None) -> None:

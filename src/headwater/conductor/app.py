@@ -2,12 +2,14 @@
 
 Theory of operation. A request goes through these stages; whoever is at work says what becomes of it.
 
-    head      whose key is it, is there such a path                     401, 403, 404, 405
+    head      whose key is it, is there such a path                     401, 404, 405, 503
     body      JSON within limits                                        400, 413
     entry     the tenant's quotas, this worker's limits                 429, 503
     tokens    the prompt's ids, off the loop
     route     the brain says where to, or not                           429, 503
     relay     from there on it is the relay's, to its end
+
+Whose head is refused is refused before a long body is read (`admit`); what came in one piece is looked at once.
 
 Until the relay has it, a client that leaves is noticed here: whatever the stage, the request is dropped where it is,
 and its place in the tenant's count given back.
@@ -20,9 +22,9 @@ import logging
 from collections.abc import Callable
 
 from headwater.conductor import bodies
-from headwater.conductor.answers import refuse, refuse_bad
+from headwater.conductor.answers import refuse, refuse_bad, refused
 from headwater.conductor.counts import Counts
-from headwater.conductor.http.exchange import Exchange, Request
+from headwater.conductor.http.exchange import Exchange, Headers, Reply, Request
 from headwater.conductor.job import BadRequest, Job, Kind, Parsed, Phase, Refusal, Target, Tokenised
 from headwater.conductor.parts import Brain, Registry, Relay, Tenants, Tokens
 from headwater.fleetfile.model import Limits, TenantSpec
@@ -33,9 +35,18 @@ ASKED = {"/v1/chat/completions": Kind.CHAT, "/v1/completions": Kind.COMPLETION}
 MODELS = "/v1/models"
 JSON = [(b"content-type", b"application/json")]
 
+HEALTH = "/health"
+
+TEMPLATES = "--trust-request-chat-template"
+"""An engine's flag: it runs the chat templates that come with requests."""
+
 NOBODY = Refusal(401, "invalid_api_key", "no valid API key was given; send Authorization: Bearer KEY")
 DRAINING = Refusal(503, "draining", "this Conductor is stopping; try again", 1.0)
 BUSY = Refusal(503, "overloaded", "too many requests are in progress; try again", 1.0)
+NO_PATH = Refusal(404, "not_found", f"no such path; there are {', '.join([*ASKED, MODELS])}")
+USE_GET = Refusal(405, "method_not_allowed", "use GET")
+USE_POST = Refusal(405, "method_not_allowed", "use POST")
+ALLOW = {USE_GET: [(b"allow", b"GET")], USE_POST: [(b"allow", b"POST")]}
 
 
 class App:
@@ -63,21 +74,46 @@ class App:
     def __repr__(self) -> str:
         return f"App({self._prefix}, {self._entered} on their way to the relay)"
 
+    def admit(self, method: str, path: str, headers: Headers) -> Reply | None:
+        """See `parts.Handler`."""
+        key = next((value for name, value in headers if name == b"authorization"), None)
+        refusal = self._objection(method, path, self._tenants.who(key))
+        if refusal is None:
+            return None
+        self._counts.add("refused", refusal.code)
+        return refused(refusal, ALLOW.get(refusal))
+
     def handle(self, exchange: Exchange) -> None:
         """Answer a request, now or later."""
         request = exchange.request
         tenant = self._tenants.who(request.header(b"authorization"))
-        if request.path == "/health":
+        refusal = self._objection(request.method, request.path, tenant)
+        if refusal is not None:
+            self._refuse(exchange, refusal)
+        elif request.path == HEALTH:
             exchange.answer(200, JSON, b"{}")
-        elif tenant is None:
-            self._refuse(exchange, NOBODY)
-        elif request.path in ASKED:
-            self._ask(exchange, tenant)
-        elif request.path == MODELS or request.path.startswith(MODELS + "/"):
-            self._models(exchange, tenant)
         else:
-            known = ", ".join([*ASKED, MODELS])
-            self._refuse(exchange, Refusal(404, "not_found", f"no such path; there are {known}"))
+            assert tenant is not None, "nobody is objected to"
+            if request.path in ASKED:
+                self._ask(exchange, tenant)
+            else:
+                self._models(exchange, tenant)
+
+    def _objection(self, method: str, path: str, tenant: TenantSpec | None) -> Refusal | None:
+        """Why a request is not served, as far as its head tells."""
+        if path == HEALTH:
+            return None
+        if tenant is None:
+            return NOBODY
+        if path in ASKED:
+            if method != "POST":
+                return USE_POST
+            if self.draining:
+                return DRAINING
+            return BUSY if self._entered >= self._limits.waiting else None
+        if path == MODELS or path.startswith(MODELS + "/"):
+            return None if method in ("GET", "HEAD") else USE_GET
+        return NO_PATH
 
     # ---- models
 
@@ -87,9 +123,6 @@ class App:
         return [name for name in names if not tenant.models or name in tenant.models]
 
     def _models(self, exchange: Exchange, tenant: TenantSpec) -> None:
-        if exchange.request.method not in ("GET", "HEAD"):
-            self._wrong_method(exchange, "GET")
-            return
         names, wanted = self.models(tenant), exchange.request.path[len(MODELS) + 1 :]
         if not wanted:
             exchange.answer(200, JSON, bodies.models(names))
@@ -98,27 +131,14 @@ class App:
         else:
             self._refuse(exchange, Refusal(404, "model_not_found", "there is no such model here"))
 
-    def _wrong_method(self, exchange: Exchange, allowed: str) -> None:
-        refusal = Refusal(405, "method_not_allowed", f"use {allowed}")
-        self._refuse(exchange, refusal, [(b"allow", allowed.encode())])
-
     # ---- requests
 
     def _ask(self, exchange: Exchange, tenant: TenantSpec) -> None:
-        if exchange.request.method != "POST":
-            self._wrong_method(exchange, "POST")
-            return
-        if self.draining:
-            self._refuse(exchange, DRAINING)
-            return
         try:
             parsed = self._read(exchange.request, tenant)
         except BadRequest as error:
             self._counts.add("refused", error.code or "bad_request")
             refuse_bad(exchange, error)
-            return
-        if self._entered >= self._limits.waiting:
-            self._refuse(exchange, BUSY)
             return
         now = self._clock()
         after_s = self._tenants.enter(tenant, now)
@@ -137,11 +157,18 @@ class App:
         if parsed.model not in names:
             there = ", ".join(names) or "none"
             raise BadRequest(f"there is no such model; there are: {there}", "model", 404, "model_not_found")
+        if bodies.has_template(parsed) and not self._takes_templates(parsed.model):
+            raise BadRequest(f"expected none: no instance here is started with {TEMPLATES}", "chat_template")
         return parsed
 
-    def _refuse(self, exchange: Exchange, refusal: Refusal, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+    def _takes_templates(self, model: str) -> bool:
+        """Whether all instances of a model run what clients bring: their operator has to have said so."""
+        specs = [self._registry.spec(number) for number in self._registry.instances()]
+        return all(TEMPLATES in it.flags for it in specs if it.served_name == model)
+
+    def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
         self._counts.add("refused", refusal.code)
-        refuse(exchange, refusal, headers or [])
+        refuse(exchange, refusal, ALLOW.get(refusal))
 
 
 class _Entry:

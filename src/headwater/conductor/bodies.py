@@ -125,12 +125,22 @@ def read_chat(parsed: Parsed, limits: Limits) -> None:
     tools = fields.get("tools")
     if tools is not None:
         check_tools(tools, limits.tools)
+    if type(fields.get("chat_template_kwargs") or {}) is not dict:
+        raise BadRequest("expected an object", "chat_template_kwargs")
     flag(fields, "logprobs")
     whole(fields, "top_logprobs", -1, INT32)
     # Both may be there; as in the engines, the newer name wins.
     old = whole(fields, "max_tokens", 1, INT32)
     new = whole(fields, "max_completion_tokens", 1, INT32)
     parsed.max_tokens = old if new is None else new
+
+
+def has_template(parsed: Parsed) -> bool:
+    """Whether a client brings a chat template of its own, by either way that engines take it: a program that they run."""
+    if parsed.kind is not Kind.CHAT:
+        return False
+    more = parsed.fields.get("chat_template_kwargs") or {}
+    return parsed.fields.get("chat_template") is not None or more.get("chat_template") is not None
 
 
 def check_message(message: Any, index: int) -> bool:

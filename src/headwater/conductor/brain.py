@@ -298,7 +298,7 @@ class FleetBrain:
         for number in (choice.prefill, choice.decode):
             self._at[number] = self._at.get(number, 0) + 1
         if self._orders is not None:
-            self._orders.sent(job.lenses, choice, target, now)
+            self._orders.sent(job, choice, target, now)
         if not job.parsed.stream:
             flight.presumed = self._timers.call_later(choice.parts.ttft_s, partial(self._begin, flight))
         job.choice, job.phase, job.routed_s = choice, Phase.SENT, now

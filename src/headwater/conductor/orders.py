@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 
 from headwater.conductor.asking import coarsest
 from headwater.conductor.counts import Counts
-from headwater.conductor.job import Lens
+from headwater.conductor.job import Job
 from headwater.fleet import Choice, Instance
 from headwater.types import Tier
 
 ORDERS_S = 200.0
 """Orders a second, to all nodes: beyond that they have more to do than they can."""
-Prefetch = Callable[[int, Sequence[bytes]], None]
-"""A node, by its number, is to have these chunks in its HOST tier; it may do so or not. Called in the loop."""
+Prefetch = Callable[[int, str, str, Sequence[bytes]], None]
+"""A node, by its number, is to have these first chunks of a prompt (of a model, with a salt) in its HOST tier; it may do
+so or not. Called in the loop."""
 
 
 class Orders:
@@ -23,7 +24,7 @@ class Orders:
         self._prefetch, self._counts = prefetch, counts
         self._credit, self._since_s = ORDERS_S, 0.0
 
-    def sent(self, lenses: Sequence[Lens], choice: Choice, target: Instance, now: float) -> None:
+    def sent(self, job: Job, choice: Choice, target: Instance, now: float) -> None:
         """A request was sent there. What its node's HOST tier has already, the engine fetches itself."""
         source, node = choice.source, target.node
         if source is None or node is None or source == (Tier.HOST, node):
@@ -33,10 +34,10 @@ class Orders:
         if self._credit < 1.0:
             self._counts.add("prefetches", "dropped")
             return
-        lens = coarsest(lenses)
-        until = choice.cached_tokens + choice.fetched_tokens
-        keys = lens.keys[choice.cached_tokens // lens.tokens : until // lens.tokens]
+        lens = coarsest(job.lenses)
+        # From the start on: a node cannot tell from a key what its chunk hangs on.
+        keys = lens.keys[: (choice.cached_tokens + choice.fetched_tokens) // lens.tokens]
         if keys:
             self._credit -= 1.0
             self._counts.add("prefetches", "ordered")
-            self._prefetch(node, keys)
+            self._prefetch(node, job.parsed.model, job.salt, keys)

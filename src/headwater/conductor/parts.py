@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from headwater.conductor.http.exchange import Exchange, Origin
+from headwater.conductor.http.exchange import Exchange, Headers, Origin, Reply
 from headwater.conductor.job import Job, Lens, Parsed, Refused, Sent, Target, Tokenised
 from headwater.fleet import Held, Instance
 from headwater.fleetfile.model import InstanceSpec, TenantSpec
@@ -18,6 +18,10 @@ from headwater.fleetfile.model import InstanceSpec, TenantSpec
 
 class Handler(Protocol):
     """Who answers requests."""
+
+    def admit(self, method: str, path: str, headers: Headers) -> Reply | None:
+        """Before a body is read that is not here with its head: what the request is refused with; None to read it.
+        `handle` checks all of it again."""
 
     def handle(self, exchange: Exchange) -> None:
         """Answer this one, now or later."""

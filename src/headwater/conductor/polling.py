@@ -4,6 +4,8 @@ Theory of operation. Each instance has a `Breaker`:
 
     WELL     GET /health, then GET /metrics, then a pause of `every_s`, give or take a tenth
              two failures in a row, or a word from the data path that nobody listens there   -> SICK, not alive
+             a word that it closed a connection: not alive, but asked at once; it answers -> alive. It may have closed
+             only that one, and a request that makes every instance do so must not take all of them out for seconds
     SICK     GET /health when the breaker lets a probe through: after 0.1 to 0.2 s, then at longer and longer pauses, of
              5 s at most; it answers -> WELL, alive; if it was away for `AWAY_S`, it is given work slowly at first
 
@@ -36,8 +38,10 @@ AWAY_S = 0.5
 SLOW_S, SLOW_SHARE = 5.0, 0.1
 """After being away an instance takes a tenth of its share, and all of it after so long: its caches are empty, and
 everybody's requests of the meantime would come at once."""
-GONE = frozenset({"refused", "connect", "closed"})
-"""What the data path says of an instance where nobody listens any more. Anything else may be one request's fault."""
+GONE = frozenset({"refused", "connect"})
+"""What the data path says of an instance where nobody listens any more."""
+DOUBTED = "closed"
+"""What it says where that may be so. Anything else is one request's fault."""
 
 
 class Polling:
@@ -86,11 +90,15 @@ class Polling:
     def trouble(self, number: int, why: str) -> None:
         """The data path's word: a request was lost there, and why."""
         it = self._watched.get(number)
-        if it is None or not it.is_well() or why not in GONE:
+        if it is None or not it.is_well():
             return
-        it.round += 1
-        it.breaker.failed(self._timers.time(), self._draw.random(), unavailable=True)
-        self._out(it)
+        if why in GONE:
+            it.round += 1
+            it.breaker.failed(self._timers.time(), self._draw.random(), unavailable=True)
+            self._out(it)
+        elif why == DOUBTED and it.out_s is None:
+            it.round += 1
+            self._out(it)
 
     def share(self, number: int, now: float) -> float:
         """How much of its usual share of requests it may have: 1 but for a while after it came back."""
@@ -199,6 +207,8 @@ class Polling:
     def _rest(self, it: _Watched) -> None:
         now = self._timers.time()
         probe_s = it.breaker.next_probe_s
+        if probe_s is None and it.out_s is not None:
+            probe_s = now  # it is in doubt
         pause_s = self._every_s * (0.9 + 0.2 * self._draw.random()) if probe_s is None else probe_s - now
         self._later(it, max(pause_s, 1e-3))
 

@@ -210,6 +210,11 @@ class Sight:
             oldest = prompts.pop(next(iter(prompts)))
             self._kept_tokens -= len(oldest.ids)
 
+    def root(self, model: str, salt: str) -> bytes | None:
+        """That of the namespace under which nodes hold a model's chunks; None if no plug-in has said it."""
+        known = self._models.get(model)
+        return None if known is None or not known.is_registered else self._roots.root(known.home, salt)
+
     def held(self, model: str, lenses: Sequence[Lens]) -> Held:
         """See parts.Sight."""
         held: dict[Place, int] = {}

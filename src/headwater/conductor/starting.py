@@ -31,6 +31,8 @@ GRACE_S = 5.0
 HOPELESS = 2
 """Exit code."""
 START_BYTES = 64 << 20
+ROWS_EACH = 2
+"""Rows for each of the workers that there are to be: while one replaces another there are two."""
 
 
 class Start(msgspec.Struct, frozen=True):

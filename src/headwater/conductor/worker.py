@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -28,7 +29,9 @@ from headwater.conductor.app import App
 from headwater.conductor.brain import FleetBrain
 from headwater.conductor.control.worker import WorkerControl
 from headwater.conductor.counts import Counts
+from headwater.conductor.directory_bus import DirectoryBus
 from headwater.conductor.engine_ids import EngineIds
+from headwater.conductor.events.errands import Errands
 from headwater.conductor.events.sources import Sources
 from headwater.conductor.http.server import HttpServer
 from headwater.conductor.http.tls import listener_context
@@ -37,13 +40,17 @@ from headwater.conductor.polling import Polling
 from headwater.conductor.quota_page import QuotaPage
 from headwater.conductor.registry import Roster
 from headwater.conductor.relay import Relay
+from headwater.conductor.sharing import Bus, Sharing
 from headwater.conductor.sight import Sight
 from headwater.conductor.signals import Signals
-from headwater.conductor.starting import HOPELESS, Start, read_start, say_ready
+from headwater.conductor.starting import HOPELESS, ROWS_EACH, Start, read_start, say_ready
 from headwater.conductor.tenants import KeyedTenants
 from headwater.conductor.tokens.service import TokensService
+from headwater.conductor.workers_bus import WorkersBus
 from headwater.core.rates import USUAL
 from headwater.errors import ConfigError, HeadwaterError
+from headwater.places import parse_remote
+from headwater.tiers.remote import endpoint_of
 from headwater.values import split_address
 
 log = logging.getLogger(__name__)
@@ -51,8 +58,6 @@ log = logging.getLogger(__name__)
 SETTLE_S = 3.0
 """So long a worker waits for the first instance to answer before it takes requests; there may be none yet."""
 SETTLE_AGAIN_S = 0.05
-KEPT_S = 2.0
-"""How often the books are swept: capacities told to `sight`, departed instances released."""
 COLLECT_AFTER = 100_000
 """Objects that are made, and not freed, between two collections: the usual 700 would run one in every few requests."""
 
@@ -74,21 +79,31 @@ class Worker:
         page = QuotaPage.open(start.quotas, start.row)
         stack.callback(page.close)
         self.tenants = KeyedTenants(fleet.tenants, page, fleet.secret)
-        self.roster = Roster(fleet, USUAL)
+        self.roster = Roster(fleet, USUAL, networks=about.networks)
         self.upstreams = UpstreamPool(about.limits, about.times, self.counts)
         stack.push_async_callback(self.upstreams.stop)
         nodes = [(it.name, it.socket) for it in fleet.nodes]
         self.sight = Sight([it.name for it in fleet.nodes], about.index_keys)
         self.sources = Sources(self.sight, nodes)
         stack.push_async_callback(self.sources.close)
+        self.errands = {number: Errands(socket, self.counts) for number, (_, socket) in enumerate(nodes) if socket}
+        for errands in self.errands.values():
+            stack.push_async_callback(errands.close)
         self.brain = FleetBrain(
-            fleet, self.roster, self.sight, self.counts, loop, name=self.name, serial=time.time_ns()
+            fleet,
+            self.roster,
+            self.sight,
+            self.counts,
+            loop,
+            name=self.name,
+            serial=time.time_ns(),
+            prefetch=self._prefetch if self.errands else None,
         )
         self.brain.fleet.links = self.sources.links
         self.roster.watch(joined=self._joined, left=self.sources.remove)
         for number in self.roster.instances():
             self._joined(number)
-        self.polling = Polling(self.roster, self.upstreams, loop, told=self._told, changed=self.brain.changed)
+        self.polling = Polling(self.roster, self.upstreams, loop, told=self._told, changed=self._changed)
         self.brain.choosing.health = self.polling
         stack.callback(self.polling.close)
         self.engine_ids = EngineIds(self.upstreams, self.roster)
@@ -123,6 +138,17 @@ class Worker:
             leaves=self.brain.depart,
         )
         stack.push_async_callback(self.control.close)
+        buses: list[Bus] = [
+            WorkersBus(Path(start.directory) / "bus", start.row, about.workers * ROWS_EACH, loop),
+        ]
+        if fleet.directory is not None:
+            directory = DirectoryBus(endpoint_of(parse_remote(fleet.directory)), fleet.cluster, self.counts)
+            buses.append(directory)
+            stack.push_async_callback(directory.closed)
+        self.sharing = Sharing(
+            self.brain, self.roster, loop, self.counts, buses, cluster=fleet.cluster, wall_ns=time.time_ns
+        )
+        stack.callback(self.sharing.close)
 
     def _joined(self, number: int) -> None:
         self.sources.add(number, self.roster.spec(number))
@@ -133,6 +159,16 @@ class Worker:
         self.brain.fleet.kv_bytes_per_token = self.sight.kv_bytes_per_token(spec.served_name)
         self.brain.told(number, signals, asked_s)
 
+    def _changed(self, number: int, alive: bool) -> None:
+        if not alive:  # what it held is gone with it
+            self.sight.restarted(number)
+        self.brain.changed(number, alive)
+
+    def _prefetch(self, node: int, model: str, salt: str, keys: Sequence[bytes]) -> None:
+        root, errands = self.sight.root(model, salt), self.errands.get(node)
+        if root is not None and errands is not None:
+            errands.prefetch(root, keys)
+
     def take_no_more(self) -> None:
         """Refuse new requests."""
         self.app.draining = True
@@ -142,6 +178,7 @@ class Worker:
         about = self.fleet.conductor
         await self.control.start(Path(self.start.directory))
         self.polling.start()
+        self.sharing.start()
         await self._settle(ended)
         host, port = split_address(about.listen)
         await self.server.start(host, int(port), reuse_port=True)

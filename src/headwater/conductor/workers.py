@@ -26,14 +26,13 @@ from typing import Any, Protocol
 from headwater.conductor.process import Worker
 from headwater.conductor.quota_page import QuotaPage
 from headwater.conductor.restarts import Restarts
-from headwater.conductor.starting import GRACE_S, HOPELESS, READY_S
+from headwater.conductor.starting import GRACE_S, HOPELESS, READY_S, ROWS_EACH
 from headwater.errors import ConfigError, ResourceError, UnavailableError
 from headwater.fleetfile.model import FleetFile
 
 log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "headwater.conductor.worker")
-ROWS_EACH = 2
 
 
 class Watching(Protocol):

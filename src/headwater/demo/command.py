@@ -57,8 +57,8 @@ The same, by hand:
 All of it at once, behind one URL:  headwater up examples/up.yaml
 
 Exit code 0 only if every answer is identical to the one computed without any cache, instance B reused what instance
-A had computed, the Conductor's burst reused more than the one without it, and the document came back from the disk after
-a restart and from Valkey after the disk was deleted.
+A had computed, the Conductor's burst reused more than the one without it, and the document came back from the disk
+after a restart and from Valkey after the disk was deleted.
 """
 
 

@@ -1,4 +1,4 @@
-"""The demo's act with a Conductor: a burst of chats over both instances, with round robin and no cache, then through it.
+"""The demo's act with a Conductor: a burst of chats over both instances, by round robin without a cache, then by it.
 
 Both ways the same chats arrive at the same times at the same two instances. For the first, each request keeps out of
 headwater's cache, and has a salt that nothing else has: so what an instance has in its own cache from that burst it may

@@ -217,11 +217,12 @@ def start_vllm(
     *,
     resettable: bool = False,
     publishes: bool = False,
+    flags: Sequence[str] = (),
 ) -> Served:
     """Start `vllm serve` on a free loopback port, bound to one core if given; it is not ready yet.
 
     `resettable` has it offer what vLLM has for developers only, such as to empty its own cache; `publishes` has it say
-    what it holds, on two more ports.
+    what it holds, on two more ports; `flags` are more of vLLM's own, and win.
     """
     check_model(model)
     port = free_port()
@@ -241,6 +242,7 @@ def start_vllm(
     replay = f"tcp://127.0.0.1:{free_port()}" if publishes else ""
     if publishes:
         command += ["--kv-events-config", json.dumps(events_config(events, replay))]
+    command += flags
     changes: dict[str, str | None] = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",

@@ -66,6 +66,8 @@ class Limits:
     """Of an answer that is not streamed."""
     replay_bytes: int = 1 << 20
     """So much of a stream is kept for another instance to go on from; longer ones cannot be moved any more."""
+    buffered_bytes: int = 256 << 20
+    """Of all bodies together that are being read or whose answers have not ended, but for small ones."""
     connections: int = 4096
     requests: int = 1024
     """In progress at instances."""
@@ -113,6 +115,8 @@ class ConductorSpec:
     explained: int = 10_000
     """How many requests are remembered for `explain`."""
     index_keys: int = 1 << 22
+    networks: tuple[str, ...] = ()
+    """Where instances may be that register at run time, besides loopback: 10.0.0.0/8."""
     limits: Limits = field(default_factory=Limits)
     times: Times = field(default_factory=Times)
 

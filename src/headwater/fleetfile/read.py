@@ -196,7 +196,7 @@ def _inherited(given: Mapping[str, Any], top: Mapping[str, Any], place: str) -> 
 
 
 def _limits(value: object, place: str) -> Limits:
-    sizes = ("body_bytes", "header_bytes", "event_bytes", "answer_bytes", "replay_bytes")
+    sizes = ("body_bytes", "header_bytes", "event_bytes", "answer_bytes", "replay_bytes", "buffered_bytes")
     counts = ("headers", "json_depth", "messages", "tools", "prompt_tokens", "connections", "requests", "waiting")
     readers: dict[str, Read] = {it: plain(words.limit_bytes) for it in sizes}
     return Limits(**read_table(value, place, readers | {it: plain(whole_number(1, 1 << 30)) for it in counts}))
@@ -226,6 +226,7 @@ def _conductor(value: object, place: str, secrets: Secrets) -> tuple[ConductorSp
             "tls_key": secrets.private_path,
             "explained": plain(whole_number(0, 10_000_000)),
             "index_keys": plain(whole_number(1024, 1 << 28)),
+            "networks": rows(plain(words.network)),
             "limits": _limits,
             "times": _times,
         },

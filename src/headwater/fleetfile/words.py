@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -168,3 +169,11 @@ def _variable(variable: str, value: object, place: str, secrets: Secrets) -> str
     if isinstance(value, bool) or not isinstance(value, str | int | float) or "\0" in str(value):
         raise ConfigError(f"{place}: neither text nor a number; put it in quotes")
     return str(value)
+
+
+def network(value: object) -> str:
+    """A network of addresses, as 10.0.0.0/8."""
+    try:
+        return str(ip_network(str(value)))
+    except ValueError as error:
+        raise ValueError(f"{error}; write one like 10.0.0.0/8") from None

@@ -71,6 +71,8 @@ FAMILIES: dict[str, Family] = {
     "tokens_mismatch": Family(Kind.SUM, "Prompts whose tokens an engine counted otherwise, by model.", "model"),
     "http_connections": Family(Kind.LEVEL, "Connections of clients."),
     "http_connections_refused": Family(Kind.SUM, "Connections of clients that were too many."),
+    "http_buffered_bytes": Family(Kind.LEVEL, "Bodies above 64 KiB that are held."),
+    "http_bodies_refused": Family(Kind.SUM, "Bodies that were too many at once."),
     "http_malformed": Family(Kind.SUM, "What came and was no request within the limits, by status.", "status"),
     "http_clients_gone": Family(Kind.SUM, "Clients that left before their answer was whole."),
     "http_clients_stalled": Family(Kind.SUM, "Clients that were cut off because they read nothing."),

@@ -418,7 +418,7 @@ def test_a_leader_that_is_lost_leads_nobody() -> None:
 
 def test_what_another_tier_has_is_ordered_at_once() -> None:
     orders: list[tuple[int, int]] = []
-    rig = BrainRig(1, quiet=True, prefetch=lambda node, keys: orders.append((node, len(keys))))
+    rig = BrainRig(1, quiet=True, prefetch=lambda node, model, salt, keys: orders.append((node, len(keys))))
     rig.roster.instances()[0].node = 5
     fleet = rig.brain.fleet
     fleet.kv_bytes_per_token = 1000

@@ -14,7 +14,7 @@ import uvloop
 
 from headwater.conductor.counts import Counts
 from headwater.conductor.http.connection import Connection
-from headwater.conductor.http.exchange import Exchange, Headers, Origin
+from headwater.conductor.http.exchange import Exchange, Headers, Origin, Reply
 from headwater.conductor.http.server import HttpServer
 from headwater.conductor.http.upstream import UpstreamPool
 from headwater.fleetfile.model import Limits, Times
@@ -71,12 +71,19 @@ class Watcher:
 
 
 class Handler:
-    """Answers at once with what it was asked, but for paths that begin with /hold, which wait for the test."""
+    """Answers at once with what it was asked, but for paths that begin with /hold, which wait for the test, and
+    /refused, which are refused at their head."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
+        self.admitted: list[str] = []
         self.held: list[Exchange] = []
         self.watchers: list[Watcher] = []
+
+    def admit(self, method: str, path: str, headers: Headers) -> Reply | None:
+        """See `parts.Handler`."""
+        self.admitted.append(path)
+        return Reply(401, [(b"x-method", method.encode())], b"no") if path.startswith("/refused") else None
 
     def handle(self, exchange: Exchange) -> None:
         """See `parts.Handler`."""

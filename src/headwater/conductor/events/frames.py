@@ -50,6 +50,20 @@ class Refused(Message, tag=19):
     remedy: str
 
 
+class Prefetch(Message, tag=22):
+    """Bring these first chunks of a prompt up to HOST."""
+
+    root: bytes
+    keys: bytes
+    is_prompt: bool = False
+
+
+class Done(Message, tag=18):
+    """It is being done; as JSON, how."""
+
+    body: bytes
+
+
 class Watch(Message, tag=31):
     """What has changed since the answer with this number and serial?"""
 
@@ -95,7 +109,7 @@ class Watched(Message, tag=32):
     figures: tuple[Figure, ...] | None = None
 
 
-Reply = Welcome | Refused | Watched
+Reply = Welcome | Refused | Watched | Done
 UNDECODABLE = (msgspec.DecodeError, msgspec.ValidationError, OverflowError, UnicodeError, RecursionError)
 _header = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()

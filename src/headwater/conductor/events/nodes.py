@@ -123,21 +123,17 @@ class NodeWatch:
         try:
             async with asyncio.timeout(CONNECT_S):
                 reader, writer = await asyncio.open_unix_connection(self._path)
-                await self._greet(reader, writer)
+                await greet(reader, writer)
             self._told = (0, 0)
             while True:
                 async with asyncio.timeout(SILENT_S):
-                    reply = await _ask(reader, writer, Watch(*self._told))
+                    reply = await ask(reader, writer, Watch(*self._told))
                 self._heard(_of(Watched, reply))
         except (OSError, EOFError, HeadwaterError, TimeoutError) as error:
             return str(error) or type(error).__name__
         finally:
             if writer is not None:
                 writer.close()
-
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        me = f"conductor.{random.randbytes(8).hex()}"
-        _of(Welcome, await _ask(reader, writer, Hello(PROTOCOL, VERSION, me, maps=False)))
 
     def _heard(self, it: Watched) -> None:
         listener = self._listener
@@ -155,7 +151,14 @@ class NodeWatch:
             self._figures(self.number, it.node, it.figures)
 
 
-async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Message) -> Reply:
+async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Begin a session with a node. Raises RefusedError, ProtocolError, OSError, EOFError."""
+    me = f"conductor.{random.randbytes(8).hex()}"
+    _of(Welcome, await ask(reader, writer, Hello(PROTOCOL, VERSION, me, maps=False)))
+
+
+async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Message) -> Reply:
+    """One question and its answer. Raises as `greet` does."""
     writer.write(encode(message))
     await writer.drain()
     size = body_bytes(await reader.readexactly(HEADER_BYTES))

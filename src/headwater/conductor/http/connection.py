@@ -9,6 +9,9 @@ Theory of operation
 - What comes while a request is answered (pipelining) is kept unread; above HELD_BYTES the connection is not read.
 - LINGERING: our side is shut, what still comes is thrown away, so that the client is not cut off (reset) before it has
   read the error. CLOSING: nothing unread is there, what was written is still on its way.
+- A body that is not here with its head is read only if the handler admits its request. Bodies above SMALL_BYTES are
+  counted by the server from their head on until their answer has ended, as they are kept so long; beyond the limit of
+  all together they are refused. So are chunked ones as they come.
 - Deadlines are numbers; the server's sweep looks at them, about once a second. There is no timer per request.
 - A client that shuts its side (half-close) while its answer is pending has left: a closed socket looks the same from
   here until something is sent, and an instance must not compute for up to minutes for nobody. Go's and nginx's servers
@@ -45,11 +48,16 @@ TURN_REQUESTS = 16
 """Requests of one connection that may be answered in one turn of the loop."""
 WRITE_HIGH_BYTES, WRITE_LOW_BYTES = 256 << 10, 64 << 10
 LINGER_S = 2.0
+RETRY_AFTER = (b"retry-after", b"1")
+SMALL_BYTES = 64 << 10
+"""Bodies up to this are not counted: there are at most as many as connections, and floods of large ones do not keep
+them out."""
 FRAMING_BYTES = 64 << 10
 """What chunks' framing may take beyond as much as the body itself."""
 _HUNG_UP = (7, 8)
 """TCP_CLOSE, TCP_CLOSE_WAIT."""
 
+JSON = (b"content-type", b"application/json")
 _INT = struct.Struct("i")
 _known = Known(parse_request)
 
@@ -63,6 +71,7 @@ class Owner(Protocol):
     counts: Counts
     heads: Heads
     draining: bool
+    buffered_bytes: int
 
     def time(self) -> float:
         """The loop's."""
@@ -97,6 +106,7 @@ class Connection(asyncio.Protocol):
         "_body",
         "_body_bytes",
         "_chunked",
+        "_counted_bytes",
         "_head",
         "_held",
         "_keep",
@@ -136,6 +146,8 @@ class Connection(asyncio.Protocol):
         self._body_bytes = 0
         """Bytes of the body that are to come; of a chunked one those that came, with framing."""
         self._chunked: Chunked | None = None
+        self._counted_bytes = 0
+        """Of the present body, in the server's sum."""
         self._keep = True
         self._peer = ""
         self._pending_bytes = 0
@@ -181,6 +193,7 @@ class Connection(asyncio.Protocol):
         self._gone()
         self._phase = Phase.CLOSED
         self._held, self._body = b"", []
+        self._discount()
         self._server.closed(self)
 
     def pause_writing(self) -> None:
@@ -266,9 +279,15 @@ class Connection(asyncio.Protocol):
         if length is not None:
             if length > self._server.limits.body_bytes:
                 raise Malformed("the body is too large", 413, "body_too_large")
+            if length > SMALL_BYTES and not self._count(length):
+                return len(data)
             if len(data) - after >= length:
                 self._handle(data[after : after + length])
                 return after + length
+        reply = self._server.handler.admit(head.method, head.path, head.headers)
+        if reply is not None:
+            self._turn_away(*reply)
+            return len(data)
         self._phase = Phase.BODY
         self.deadline_s = self._server.time() + self._times.body_s
         if head.expects and after == len(data):
@@ -304,12 +323,32 @@ class Connection(asyncio.Protocol):
         self._body_bytes += len(data) - pos
         if self._body_bytes - len(chunked.rest) > 2 * chunked.size_bytes + FRAMING_BYTES:
             raise Malformed("the body is nearly all framing")
+        if chunked.size_bytes > SMALL_BYTES and not self._count(chunked.size_bytes):
+            return len(data)
         if not chunked.done:
             return len(data)
         body, self._body = b"".join(self._body), []
         self._chunked = None
         self._handle(body)
         return len(data) - len(chunked.rest)
+
+    def _count(self, size_bytes: int) -> bool:
+        """The present body has so many bytes, as far as is known; False if they are too many, and the client was told
+        so."""
+        server = self._server
+        more_bytes = size_bytes - self._counted_bytes
+        if server.buffered_bytes + more_bytes > server.limits.buffered_bytes:
+            server.counts.add("http_bodies_refused")
+            self.refuse(503, "too many large bodies are in progress; try again", "overloaded", [RETRY_AFTER])
+            return False
+        server.buffered_bytes += more_bytes
+        self._counted_bytes = size_bytes
+        return True
+
+    def _discount(self) -> None:
+        if self._counted_bytes:
+            self._server.buffered_bytes -= self._counted_bytes
+            self._counted_bytes = 0
 
     def _handle(self, body: bytes) -> None:
         head = self._head
@@ -337,6 +376,7 @@ class Connection(asyncio.Protocol):
     def answered(self) -> None:
         """The present answer has ended: on to the next request."""
         self._answer = None
+        self._discount()
         if not self._keep or self._server.draining:
             self._close()
             return
@@ -354,11 +394,13 @@ class Connection(asyncio.Protocol):
 
     def refuse(self, status: int, message: str, code: str, headers: Headers) -> None:
         """Write an error, and close once the client can have read it."""
-        body = error_body(status, message, code)
-        headers = [(b"content-type", b"application/json"), *headers]
+        self._turn_away(status, [JSON, *headers], error_body(status, message, code))
+
+    def _turn_away(self, status: int, headers: Headers, body: bytes) -> None:
         framing = b"content-length: %d\r\n" % len(body)
         self.transport.write(self._server.heads.head(status, headers, framing, keep=False) + body)
         self._held, self._body, self._chunked = b"", [], None
+        self._discount()
         self._phase = Phase.LINGERING
         self.deadline_s = self._server.time() + LINGER_S
         if self._unread:

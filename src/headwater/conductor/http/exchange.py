@@ -33,6 +33,14 @@ class Request(NamedTuple):
         return None
 
 
+class Reply(NamedTuple):
+    """A whole answer."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
 class Listener(Protocol):
     """Who wants to know what becomes of the client."""
 

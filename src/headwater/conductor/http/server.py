@@ -29,6 +29,8 @@ class HttpServer:
         self.heads = Heads()
         self.draining = False
         """Nothing new is taken, and every answer is its connection's last."""
+        self.buffered_bytes = 0
+        """Of bodies that connections hold, but for small ones."""
         self.port = 0
         """Where it listens, once it does."""
         self._tls = tls
@@ -120,6 +122,7 @@ class HttpServer:
     def _sweep(self) -> None:
         now = self.time()
         self.heads.tick()
+        self.counts.set("http_buffered_bytes", self.buffered_bytes)
         self._timer = self._loop.call_later(self._sweep_s, self._sweep)
         for connection in list(self._connections):
             connection.sweep(now)

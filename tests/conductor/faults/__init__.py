@@ -1,0 +1,1 @@
+"""What goes wrong around a whole Conductor."""
