@@ -54,4 +54,5 @@ class EngineTimes:
         if requests <= 0:
             return 0.0
         kv_s = kv_tokens * (self.decode_kv_s + self.decode_kv2_s * kv_tokens)
-        return max(self.decode_fixed_s + self.decode_request_s * requests + kv_s, 0.0)
+        total = self.decode_fixed_s + self.decode_request_s * requests + kv_s
+        return total if total > 0.0 else 0.0

@@ -69,9 +69,13 @@ class Link:
         return self.latency_s + (self.queued_bytes + size_bytes) / self.bytes_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Ask:
-    """A request to be routed. `keys` are its whole blocks' keys in order, `block_tokens` tokens each."""
+    """A request to be routed. `keys` are its whole blocks' keys in order, `block_tokens` tokens each.
+
+    Never changed once it is made, nor is a Choice: they are not `frozen` because making one would take three times as
+    long, and one of each is made for every request.
+    """
 
     request: str
     tokens: int
@@ -107,7 +111,7 @@ class Parts(NamedTuple):
         return self.queue_s + self.fetch_s + self.prefill_s + self.handoff_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Choice:
     """Where a request goes. `prefill` and `decode` are the same number unless the fleet is disaggregated."""
 

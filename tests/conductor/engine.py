@@ -16,8 +16,8 @@ import asyncio
 import json
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,8 @@ class Script:
     """Writes are of so many bytes at most."""
     huge_bytes: int = 0
     """So much more text in the first token's event."""
+    wide_bytes: int = 0
+    """So much more text in every token's event."""
     gate: Gate | None = None
     """Each token waits for it."""
     token_s: float = 0.0
@@ -121,6 +123,8 @@ class Engine:
         eos_in: int = 0,
         noise: int = 0,
         details: bool = True,
+        slots: int = 0,
+        prefill_token_s: float = 0.0,
         port: int = 0,
     ) -> None:
         self.toy = toy or Words()
@@ -132,6 +136,9 @@ class Engine:
         """What sampling at a temperature does to this engine's answers."""
         self.details = details
         """--enable-prompt-tokens-details."""
+        self.slots, self.prefill_token_s = slots, prefill_token_s
+        """How many are served at a time, the others wait; 0: any number. Prompts are computed one after the other, and
+        each token that is not cached takes so long."""
         self.port = port
         self.reply: Callable[[Received], bytes | None] | None = None
         """What is written for a request instead of all else, head included; None: as if it were not there."""
@@ -143,12 +150,16 @@ class Engine:
         self.computed: Counter[tuple[int, ...]] = Counter()
         """How often each whole prompt was computed rather than found."""
         self.computed_tokens = 0
+        self.said = 0
+        """Tokens of streams."""
         self.stored: Callable[[Sequence[int], int, str], None] | None = None
         """Told of each prompt's ids, how many of them were found, and its salt."""
         self._known: set[tuple[str, int, int]] = set()
         self._scripts: deque[Script] = deque()
         self._server: asyncio.Server | None = None
         self._links: set[_Link] = set()
+        self._seats = asyncio.Semaphore(slots or 1 << 30)
+        self._step = asyncio.Lock()
 
     @property
     def url(self) -> str:
@@ -189,6 +200,28 @@ class Engine:
         """An empty cache."""
         self._known.clear()
 
+    @asynccontextmanager
+    async def seat(self) -> AsyncIterator[None]:
+        """One of the slots."""
+        self.waiting += 1
+        try:
+            await self._seats.acquire()
+        finally:
+            self.waiting -= 1
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._seats.release()
+
+    async def prefill(self, answer: _Answer) -> None:
+        """Compute its prompt when it is its turn, if that takes any time."""
+        if self.prefill_token_s:
+            async with self._step:
+                answer.cached()
+                await _later(answer.missed * self.prefill_token_s)
+
     async def __aenter__(self) -> Engine:
         await self.start()
         return self
@@ -199,7 +232,7 @@ class Engine:
     async def start(self) -> None:
         """Listen; after `stop`, on the same port."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Link(self), "127.0.0.1", self.port)
+        self._server = await loop.create_server(lambda: _Link(self), "127.0.0.1", self.port, backlog=2048)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -322,14 +355,13 @@ class _Link(asyncio.Protocol):
         script = self.engine.next_script()
         answer = _Answer(self.engine, received, chat, script)
         try:
-            self.engine.running += 1
-            await self._answer(answer, script)
+            async with self.engine.seat():
+                await self.engine.prefill(answer)
+                await self._answer(answer, script)
             self.engine.finished += 1
         except asyncio.CancelledError:
             self.engine.aborted += 1
             raise
-        finally:
-            self.engine.running -= 1
 
     async def _answer(self, answer: _Answer, script: Script) -> None:
         if script.silent:
@@ -414,6 +446,8 @@ class _Answer:
         received.fields = self.fields
         fields, toy = self.fields, engine.toy
         self.prompts = self._prompts(toy)
+        self._found: int | None = None
+        self.missed = 0
         received.ids = self.prompts[0]
         self.n = fields.get("n") or 1
         longest = max(map(len, self.prompts))
@@ -443,7 +477,7 @@ class _Answer:
 
     def events(self) -> Iterator[tuple[int, bytes]]:
         """(tokens in it, event) up to, but without, [DONE]."""
-        cached = self._cached()
+        cached = self.cached()
         total = 0
         if self.chat:
             for index in range(self.n):
@@ -452,7 +486,10 @@ class _Answer:
             for ids, text, finish, stop, logprobs in self._steps(index):
                 if self.script.huge_bytes and not total:
                     text += "x" * self.script.huge_bytes
+                if self.script.wide_bytes:
+                    text += "x" * self.script.wide_bytes
                 total += len(ids)
+                self.engine.said += len(ids)
                 yield (
                     len(ids),
                     self._event(self._step(index, ids, text, finish, stop, logprobs, first=total == len(ids))),
@@ -463,7 +500,7 @@ class _Answer:
 
     def whole(self) -> bytes:
         """The answer in one piece."""
-        cached, total, choices = self._cached(), 0, []
+        cached, total, choices = self.cached(), 0, []
         for index in range(self.n * len(self.prompts)):
             ids: list[int] = []
             text, finish, stop, marks = "", "stop", None, []
@@ -497,10 +534,12 @@ class _Answer:
             return [prompt]
         return [toy.encode(it) if isinstance(it, str) else it for it in prompt]
 
-    def _cached(self) -> int:
-        found = sum([self.engine.found(ids, self.fields.get("cache_salt") or "") for ids in self.prompts])
-        self.missed = sum(map(len, self.prompts)) - found
-        return found
+    def cached(self) -> int:
+        """How much of its prompts was found; from now on all of it is."""
+        if self._found is None:
+            self._found = sum([self.engine.found(ids, self.fields.get("cache_salt") or "") for ids in self.prompts])
+            self.missed = sum(map(len, self.prompts)) - self._found
+        return self._found
 
     def _steps(self, index: int) -> Iterator[tuple[list[int], str, str | None, str | None, Any]]:
         """(ids, text, finish reason, stop reason, logprobs) of each chunk."""

@@ -125,6 +125,8 @@ class Brain_(Brain):
         self.holds = False
         """Whether those that are lost wait."""
         self.waiting: list[tuple[Sent, Refused]] = []
+        self.hands_over = True
+        self.waiting_to_hand_over: Callable[[], None] | None = None
 
     def take(self, job: Job, sent: Sent, refused: Refused) -> None:
         sent(self.targets[0])
@@ -134,6 +136,12 @@ class Brain_(Brain):
 
     def started(self, job: Job) -> None:
         self.told.append("started")
+
+    def prefilled(self, job: Job, why: str, then: Callable[[], None]) -> None:
+        self.told.append(f"prefilled {why}".rstrip())
+        self.waiting_to_hand_over = then
+        if self.hands_over:
+            then()
 
     def progressed(self, job: Job) -> None:
         assert "finished" not in self.told[-1:], "told of a request that was over"

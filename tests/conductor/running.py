@@ -129,17 +129,22 @@ def running(
     *,
     file: dict[str, Any] | None = None,
     instance: dict[str, Any] | None = None,
+    about: Callable[[int, Engine], dict[str, Any]] | None = None,
+    engine: dict[str, Any] | None = None,
+    resources: Sequence[tuple[int, int]] = (),
     **conductor: Any,
 ) -> Iterator[Fleet]:
     """A Conductor that is ready, over so many toy engines; `file` has more of the fleet file, `instance` of each of its
-    instances, `conductor` of its section."""
+    instances, `about` of one of them, `conductor` of its section. `engine` has options of the engines; `resources` are
+    the most that its processes may have (`resource.RLIMIT_...`)."""
     with ExitStack() as stack:
-        served = [stack.enter_context(serving()) for _ in range(engines)]
+        served = [stack.enter_context(serving(**(engine or {}))) for _ in range(engines)]
         port, control_port = free_port(), free_port()
         section = {"listen": f"127.0.0.1:{port}", "control": f"127.0.0.1:{control_port}", "tokens": "none", **conductor}
         instances = [
             {"name": f"e{number}", "model": "toy", "url": it.url, "events": "off", "block_tokens": 16}
             | (instance or {})
+            | (about(number, it) if about is not None else {})
             for number, it in enumerate(served)
         ]
         path = folder / "fleet.yaml"
@@ -147,7 +152,7 @@ def running(
         log = folder / "conductor.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "headwater", "conductor", str(path), "--runtime-dir", str(folder / "run")],
+                [*_within(resources), sys.executable, "-m", "headwater", "conductor", str(path), "--runtime-dir", str(folder / "run")],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ),
                 start_new_session=True,
             )  # fmt: skip
@@ -158,6 +163,15 @@ def running(
             yield fleet
         finally:
             stopped(process)
+
+
+def _within(resources: Sequence[tuple[int, int]]) -> list[str]:
+    """A command that runs another one within these."""
+    if not resources:
+        return []
+    words = "import os, resource, sys\n"
+    words += "".join(f"resource.setrlimit({which}, ({most}, {most}))\n" for which, most in resources)
+    return [sys.executable, "-c", words + "os.execv(sys.argv[1], sys.argv[1:])"]
 
 
 def stopped(process: subprocess.Popen[bytes]) -> int:

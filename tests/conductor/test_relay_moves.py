@@ -285,14 +285,17 @@ def test_prefill_goes_before_decode() -> None:
                 assert it.jobs[0].answered_tokens == 6
                 assert client.status == 200
                 assert not it.counted("prefill_lost")
+                assert it.brain.told[0] == "prefilled"
 
     run(test())
 
 
 @pytest.mark.parametrize(
-    "script", [Script(status=500), Script(close_at=0), Script(error_body=True)], ids=["500", "cut", "error"]
+    ("script", "why"),
+    [(Script(status=500), "status"), (Script(close_at=0), "closed"), (Script(error_body=True), "error")],
+    ids=["500", "cut", "error"],
 )
-def test_without_prefill_decode_computes_it(script: Script) -> None:
+def test_without_prefill_decode_computes_it(script: Script, why: str) -> None:
     async def test() -> None:
         async with house(2, prefill=0) as it:
             it.engines[0].script(script)
@@ -301,7 +304,44 @@ def test_without_prefill_decode_computes_it(script: Script) -> None:
             await it.settled()
             assert client.ended_well
             assert it.counted("prefill_lost") == {"": 1}
-            assert it.brain.told == ["started", "finished whole"]
+            assert it.brain.told == [f"prefilled {why}", "started", "finished whole"]
+            assert it.jobs[0].cached_tokens == 0, "the second leg's own word"
+
+    run(test())
+
+
+def test_what_the_first_leg_computed_is_not_taken_for_reused() -> None:
+    async def test() -> None:
+        async with house(2, prefill=0) as it:
+            it.engines[0].found = lambda ids, salt: 2  # type: ignore[method-assign]
+            it.engines[1].found = lambda ids, salt: len(ids) - 1  # type: ignore[method-assign]
+            for stream in (True, False):
+                client = it.ask(stream=stream, max_tokens=6, **({"stream_options": USAGE} if stream else {}))
+                await client.ended()
+                usage = client.events()[-1]["usage"] if stream else json.loads(client.body)["usage"]
+                assert usage["prompt_tokens_details"] == {"cached_tokens": usage["prompt_tokens"] - 1}
+                assert it.jobs[-1].cached_tokens == 2
+            await it.settled()
+
+    run(test())
+
+
+def test_the_second_leg_waits_for_the_brain() -> None:
+    async def test() -> None:
+        for leaves in (False, True):
+            async with house(2, prefill=0) as it:
+                it.brain.hands_over = False
+                client = it.ask(stream=True, max_tokens=6)
+                async with asyncio.timeout(10):
+                    while not it.brain.told:
+                        await asyncio.sleep(0)
+                assert not it.engines[1].asked and it.brain.waiting_to_hand_over is not None
+                if leaves:
+                    client.leave()
+                it.brain.waiting_to_hand_over()
+                await it.settled()
+                assert len(it.engines[1].asked) == (0 if leaves else 1)
+                assert client.ended_well is not leaves
 
     run(test())
 

@@ -120,6 +120,19 @@ def test_who_does_not_end_is_killed(start: Start, tmp_path: Path) -> None:
     assert run.told[-1].text == "was killed: it did not end within 0.3 s"
 
 
+def test_an_engine_that_only_starts_is_not_waited_for(start: Start, tmp_path: Path) -> None:
+    run = start(
+        small(tmp_path, "a", "mute", "stubborn", stop_s=600),
+        small(tmp_path, "node", "mute", kind=Kind.NODE),
+    )
+    eventually(lambda: pids(tmp_path, "a") and pids(tmp_path, "node"), 20)
+    eventually(lambda: (tmp_path / "a").exists() and (tmp_path / "node").exists(), 20)
+    run.supervisor.stop()
+    run.join()
+    assert run.states("a") == ["starting", "ending", "ended"]
+    assert run.error is None and run.told[-1].text == "", "others are asked"
+
+
 def test_a_second_stop_does_not_wait(start: Start, tmp_path: Path) -> None:
     run = start(small(tmp_path, "a", "stubborn", stop_s=600))
     assert run.ready.wait(20)

@@ -76,6 +76,8 @@ def sides(model: Path) -> Iterator[Sides]:
             core = cores[number % len(cores)]
             ours.append(_engine(children, model, f"a{number}", core, node, folder))
             theirs.append(_engine(children, model, f"b{number}", core, None, folder))
+        for it in (*ours, *theirs):
+            it.child.wait_until(it.healthy, START_S, lambda: None)
         _, port = start_conductor(children, model, node, ours, folder, folder / "conductor.log")
         yield Sides(
             {
@@ -87,12 +89,9 @@ def sides(model: Path) -> Iterator[Sides]:
 
 
 def _engine(children: Children, model: Path, name: str, core: int, node: str | None, folder: Path) -> Served:
-    """One engine that answers, with the plug-in if there is a node: they start one after the other, because they share
-    cores."""
+    """One engine, with the plug-in if there is a node."""
     transfer = None if node is None else kv_transfer_config(node)
-    served = start_vllm(children, name, model, core, transfer, folder, publishes=node is not None, flags=FLAGS)
-    served.child.wait_until(served.healthy, START_S, lambda: None)
-    return served
+    return start_vllm(children, name, model, core, transfer, folder, publishes=node is not None, flags=FLAGS)
 
 
 def cold_s(engines: Sequence[Served], shape: Burst) -> float:

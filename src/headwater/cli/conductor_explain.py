@@ -89,6 +89,8 @@ def _choice(it: State, place: int, tries: int) -> str:
     estimated = it.get("estimated") or {}
     said = f"{which}chosen {plain(str(it.get('instance')))}{decode}: first token estimated in "
     said += _time(estimated.get("ttft_s"))
+    if decode:
+        said += f", {_time(estimated.get('handoff_s'))} of it to hand it over"
     reused = [f"{show_count(it['cached_tokens'])} tokens there"] if it.get("cached_tokens") else []
     if it.get("fetched_tokens"):
         reused.append(f"{show_count(it['fetched_tokens'])} fetched from {plain(str(it.get('source')))}")
@@ -123,4 +125,9 @@ def _time(seconds: object) -> str:
 
 
 _GOALS = (("ttft_slo_s", "first token within"), ("tpot_slo_s", "each token within"))
-_TOOK = (("first_token_s", "first token"), ("per_token_s", "each token"), ("whole_s", "in all"))
+_TOOK = (
+    ("prefilled_s", "its prompt"),
+    ("first_token_s", "first token"),
+    ("per_token_s", "each token"),
+    ("whole_s", "in all"),
+)

@@ -10,14 +10,17 @@ of its own, and soon every other instance looks better, where all of it would be
                everybody who waits in one batch, it goes to one of these
 
 A leader counts until its first token and for `LINGER_S` more: then the prefix is where it is known to be, and the
-policy knows best. How deep two prompts are alike is looked up at depths 1, 4, 16 ... keys: it is found to be at least a
-quarter of what it is.
+policy knows best. It counts on while anybody waits for admission who came before that, as the rest of a herd does that
+is larger than what instances take at once. How deep two prompts are alike is looked up at depths 1, 4, 16 ... keys: it
+is found to be at least a quarter of what it is.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 from headwater.fleet import Choice, Instance
 
@@ -31,19 +34,33 @@ LINGER_S = 1.0
 PATIENCE = 4.0
 """A follower waits at a leader for up to so many times what it would take to compute all of it elsewhere."""
 LEADERS_MAX = 4096
+_Places = dict[bytes, dict[int, int]]
+"""How many leaders with this key there are at each instance."""
+
+
+def _last(keys: Sequence[bytes]) -> tuple[bytes, ...]:
+    return (keys[-1],)
+
+
+MARKS: list[Callable[[Sequence[bytes]], tuple[bytes, ...]]] = [
+    _last,
+    *(itemgetter(*(depth - 1 for depth in DEPTHS[:count]), -1) for count in range(1, len(DEPTHS) + 1)),
+]
+"""The keys at the first so many depths, and the last."""
 
 
 class Alike:
     """The leaders of one Conductor. Keys are those of one model's finest lens, so that models do not mix."""
 
     def __init__(self) -> None:
-        self._places: dict[bytes, dict[int, int]] = {}
-        """How many leaders with this key there are at each instance."""
-        self._leaders: dict[str, tuple[Sequence[bytes], int]] = {}
+        self._leaders: dict[str, tuple[tuple[bytes, ...], int]] = {}
+        """By request: its keys at those depths, and its instance."""
+        self._firsts: dict[bytes, str | _Places] = {}
+        """Whom a first key leads to: to one leader, as nearly always, or to all keys of several."""
         self._ending: deque[tuple[float, str]] = deque()
 
     def __repr__(self) -> str:
-        return f"Alike({len(self._leaders)} leaders, {len(self._places)} keys)"
+        return f"Alike({len(self._leaders)} leaders, {len(self._firsts)} beginnings)"
 
     def __len__(self) -> int:
         return len(self._leaders)
@@ -53,13 +70,18 @@ class Alike:
         computed = tokens - choice.cached_tokens - choice.fetched_tokens
         if computed < LEADER_TOKENS or 2 * computed < tokens or not keys or len(self._leaders) >= LEADERS_MAX:
             return
-        self.lost(request)
-        marks = [keys[depth - 1] for depth in DEPTHS if depth < len(keys)]
-        marks.append(keys[-1])
-        self._leaders[request] = marks, choice.prefill
-        for key in marks:
-            places = self._places.setdefault(key, {})
-            places[choice.prefill] = places.get(choice.prefill, 0) + 1
+        if request in self._leaders:
+            self.lost(request)
+        leader = self._leaders[request] = MARKS[bisect_left(DEPTHS, len(keys))](keys), choice.prefill
+        known = self._firsts.get(keys[0])
+        if known is None:
+            self._firsts[keys[0]] = request
+            return
+        if isinstance(known, str):
+            other, known = known, {}
+            self._firsts[keys[0]] = known
+            _count(known, *self._leaders[other])
+        _count(known, *leader)
 
     def started(self, request: str, now: float) -> None:
         """Its first token came."""
@@ -72,13 +94,19 @@ class Alike:
         if found is None:
             return
         marks, number = found
+        known = self._firsts[marks[0]]
+        if isinstance(known, str):
+            del self._firsts[marks[0]]
+            return
         for key in marks:
-            places = self._places[key]
+            places = known[key]
             places[number] -= 1
             if not places[number]:
                 del places[number]
                 if not places:
-                    del self._places[key]
+                    del known[key]
+        if not known:
+            del self._firsts[marks[0]]
 
     def places(self, keys: Sequence[bytes], block_tokens: int, tokens: int, now: float) -> set[int] | None:
         """The instances where enough of this prompt is being computed; None if those are too few to keep to."""
@@ -86,14 +114,21 @@ class Alike:
         while ending and ending[0][0] <= now:
             self.lost(ending.popleft()[1])
         # Whoever has any key in common has the first.
-        if not keys or len(self._places.get(keys[0], ())) < COPIES:
+        known = self._firsts.get(keys[0]) if keys else None
+        if known is None or isinstance(known, str) or len(known[keys[0]]) < COPIES:
             return None
-        found = set(self._places.get(keys[-1], ()))
+        found = set(known.get(keys[-1], ()))
         least = SHARE * tokens / block_tokens
         for depth in DEPTHS:
             if least <= depth < len(keys):
-                found |= self._places.get(keys[depth - 1], {}).keys()
+                found |= known.get(keys[depth - 1], {}).keys()
         return found if len(found) >= COPIES else None
+
+
+def _count(known: _Places, marks: Sequence[bytes], number: int) -> None:
+    for key in marks:
+        places = known.setdefault(key, {})
+        places[number] = places.get(number, 0) + 1
 
 
 def soon(there: Instance, own: Choice, elsewhere: Choice) -> bool:

@@ -43,6 +43,7 @@ TEMPLATES = "--trust-request-chat-template"
 NOBODY = Refusal(401, "invalid_api_key", "no valid API key was given; send Authorization: Bearer KEY")
 DRAINING = Refusal(503, "draining", "this Conductor is stopping; try again", 1.0)
 BUSY = Refusal(503, "overloaded", "too many requests are in progress; try again", 1.0)
+NO_BODY = Refusal(413, "body_too_large", "nothing is to be sent here")
 NO_PATH = Refusal(404, "not_found", f"no such path; there are {', '.join([*ASKED, MODELS])}")
 USE_GET = Refusal(405, "method_not_allowed", "use GET")
 USE_POST = Refusal(405, "method_not_allowed", "use POST")
@@ -77,7 +78,7 @@ class App:
     def admit(self, method: str, path: str, headers: Headers) -> Reply | None:
         """See `parts.Handler`."""
         key = next((value for name, value in headers if name == b"authorization"), None)
-        refusal = self._objection(method, path, self._tenants.who(key))
+        refusal = NO_BODY if path == HEALTH else self._objection(method, path, self._tenants.who(key))
         if refusal is None:
             return None
         self._counts.add("refused", refusal.code)
@@ -151,15 +152,24 @@ class App:
 
     def _read(self, request: Request, tenant: TenantSpec) -> Parsed:
         parsed = bodies.read(request, self._limits)
-        names = self.models(tenant)
-        if not parsed.model and len(names) == 1:
+        if not self._serves(tenant, parsed.model):
+            names = self.models(tenant)
+            if parsed.model or len(names) != 1:
+                there = ", ".join(names) or "none"
+                raise BadRequest(f"there is no such model; there are: {there}", "model", 404, "model_not_found")
             parsed.model = names[0]
-        if parsed.model not in names:
-            there = ", ".join(names) or "none"
-            raise BadRequest(f"there is no such model; there are: {there}", "model", 404, "model_not_found")
         if bodies.has_template(parsed) and not self._takes_templates(parsed.model):
             raise BadRequest(f"expected none: no instance here is started with {TEMPLATES}", "chat_template")
         return parsed
+
+    def _serves(self, tenant: TenantSpec, name: str) -> bool:
+        """Whether `models` has this name; nearly always the first instance says so."""
+        if tenant.models and name not in tenant.models:
+            return False
+        for it in self._registry.instances().values():  # noqa: SIM110, any() takes twice as long
+            if it.model == name:
+                return True
+        return False
 
     def _takes_templates(self, model: str) -> bool:
         """Whether all instances of a model run what clients bring: their operator has to have said so."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -31,7 +31,7 @@ SALT_CHARS = 1024
 SESSION_CHARS = 256
 COMPLETION_TOKENS = 16
 """What a completion that does not say gets, in OpenAI's interface and in engines."""
-TOKEN_IDS = 1 << 32
+TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
 INT64 = 1 << 63
 INT32 = 1 << 31
 
@@ -47,6 +47,11 @@ MEDIA_KEYS = frozenset({
 
 TRANSFER = ("kv_transfer_params", "ec_transfer_params")
 """Between engines: a client that gave them could have an engine fetch from whatever it names."""
+OPTIONS = frozenset({
+    "return_token_ids", "stream_options", "cache_salt", "priority", "n", "vllm_xargs", "stop", *TRANSFER,
+})  # fmt: skip
+"""Whoever has none of these has nothing of what `read_options` reads."""
+SESSIONS = frozenset({"session_id", "prompt_cache_key", "user"})
 
 _decoder = msgspec.json.Decoder()
 
@@ -62,19 +67,26 @@ def read(request: Request, limits: Limits) -> Parsed:
     fields = decode(request.body, limits)
     parsed = Parsed(kind, fields, model=text(fields, "model", NAME_CHARS) or "")
     parsed.stream = flag(fields, "stream")
-    parsed.wants_ids = flag(fields, "return_token_ids")
-    parsed.include_usage = read_stream_options(fields, stream=parsed.stream)
-    parsed.salt = text(fields, "cache_salt", SALT_CHARS, empty=False) or ""
-    parsed.priority = whole(fields, "priority", -INT64, INT64 - 1) or 0
     parsed.session = read_session(request, fields)
-    parsed.n = whole(fields, "n", 1, CHOICES) or 1
-    refuse_transfer(fields)
+    if not OPTIONS.isdisjoint(fields):
+        read_options(parsed)
     if kind is Kind.CHAT:
         read_chat(parsed, limits)
     else:
         read_completion(parsed, limits)
-    check_stop(fields.get("stop"))
     return parsed
+
+
+def read_options(parsed: Parsed) -> None:
+    """What most requests say nothing of; all names are in OPTIONS."""
+    fields = parsed.fields
+    parsed.wants_ids = flag(fields, "return_token_ids")
+    parsed.include_usage = read_stream_options(fields, stream=parsed.stream)
+    parsed.salt = text(fields, "cache_salt", SALT_CHARS, empty=False) or ""
+    parsed.priority = whole(fields, "priority", -INT64, INT64 - 1) or 0
+    parsed.n = whole(fields, "n", 1, CHOICES) or 1
+    refuse_transfer(fields)
+    check_stop(fields.get("stop"))
 
 
 def models(names: Iterable[str], created: int = 0) -> bytes:
@@ -183,10 +195,11 @@ def read_completion(parsed: Parsed, limits: Limits) -> None:
         parsed.media = True
     else:
         read_prompt(parsed, fields.get("prompt"), limits.prompt_tokens)
-    best = whole(fields, "best_of", 1, CHOICES)
-    if best is not None and best < parsed.n:
-        raise BadRequest("expected at least n", "best_of")
-    whole(fields, "logprobs", -1, INT32)
+    if "best_of" in fields or "logprobs" in fields:
+        best = whole(fields, "best_of", 1, CHOICES)
+        if best is not None and best < parsed.n:
+            raise BadRequest("expected at least n", "best_of")
+        whole(fields, "logprobs", -1, INT32)
     parsed.max_tokens = whole(fields, "max_tokens", 1, INT32)
     if "max_tokens" not in fields:
         parsed.max_tokens = COMPLETION_TOKENS
@@ -218,9 +231,11 @@ def token_ids(ids: list[Any], most: int) -> Sequence[int]:
     """A prompt's ids: whole numbers of 32 bits, and not booleans."""
     if not ids or len(ids) > most:
         raise BadRequest(f"expected 1 to {most} token ids", "prompt")
-    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= TOKEN_IDS:
-        raise BadRequest("expected token ids: whole numbers from 0 to 4294967295", "prompt")
-    return ids
+    try:
+        # All in one pass, in a sixth of the time that types, least and greatest take.
+        return msgspec.convert(ids, TokenIds)
+    except msgspec.ValidationError:
+        raise BadRequest("expected token ids: whole numbers from 0 to 4294967295", "prompt") from None
 
 
 def read_stream_options(fields: dict[str, Any], *, stream: bool) -> bool:
@@ -237,14 +252,16 @@ def read_stream_options(fields: dict[str, Any], *, stream: bool) -> bool:
 
 def read_session(request: Request, fields: dict[str, Any]) -> str:
     """What requests that belong together have in common, in up to SESSION_CHARS; the narrowest name that is given."""
-    for name in ("session_id", "prompt_cache_key"):
-        value = text(fields, name, INT32)
-        if value:
-            return value[:SESSION_CHARS]
+    is_named = not SESSIONS.isdisjoint(fields)
+    if is_named:
+        for name in ("session_id", "prompt_cache_key"):
+            value = text(fields, name, INT32)
+            if value:
+                return value[:SESSION_CHARS]
     header = request.header(b"x-session-id")
     if header:
         return header[:SESSION_CHARS].decode("latin-1")
-    return (text(fields, "user", INT32) or "")[:SESSION_CHARS]
+    return (text(fields, "user", INT32) or "")[:SESSION_CHARS] if is_named else ""
 
 
 def refuse_transfer(fields: dict[str, Any]) -> None:

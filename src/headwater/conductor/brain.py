@@ -7,6 +7,7 @@ Theory of operation. A request is a flight here, from `take` until it is finishe
     its turn  asked again in the order of `Turns`, with a new choice, when a request has ended or when the verdict said;
               until one has to wait on                       ADMIT -> sent       too late -> refused
     sent      in all books: loads, policy, admission, sight  started, progressed
+    prefilled of a pair, the first leg is over: decoding from now on; the second leg begins when its KV can be found
     lost      out of all books; chosen anew, without the instances that it was lost with, and not held up by admission:
               its client has been promised an answer         -> sent, or refused
     finished  out of all books; its times and tokens are learned from
@@ -20,7 +21,7 @@ said to, and nothing is learned from it but how long its answer is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,6 +56,9 @@ ASK_AGAIN_S = 1e-3
 GRACE_S = 1.0
 """Where nobody is alive, but somebody was just now, requests wait: most who are gone for a moment come back in it."""
 GRACE_AGAIN_S = 0.1
+HANDOFF_S, HANDOFF_LOOK_S = 0.5, 1e-3
+"""A decode instance is asked once the KV of its prompt is in the store, where a node tells us; but not later than so,
+nor than it takes to compute it."""
 RETRY_S = 1.0
 """When to come back to a fleet that has no room for any more, or nobody alive."""
 
@@ -62,7 +66,7 @@ RETRY_S = 1.0
 class FleetBrain:
     """See `parts.Brain`. One to a worker, called in its loop only.
 
-    `fleet.links` and `fleet.kv_bytes_per_token` belong to whoever watches nodes, who may change them at any time.
+    `fleet.links` belong to whoever watches nodes, who may change them at any time.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class FleetBrain:
         self.turns = Turns(weights, about.limits.waiting, about.times.wait_s)
         self.explanations = Explained(roster, about.explained)
         self.choosing = Choosing(self.policy, self.fleet, self.loads)
+        self.choosing.waiting_s = self.turns.waiting_s
         self._orders = Orders(prefetch, counts) if prefetch is not None else None
         self._tallies = Tallies(counts, roster)
         self._flights: dict[str, Flight] = {}
@@ -149,12 +154,45 @@ class FleetBrain:
         if flight is None or flight.first_s or not job.parsed.stream:
             return
         now = flight.first_s = self._timers.time()
-        self._begin(flight)
+        if not flight.computed_s:
+            self._begin(flight)
         if self.admission is not None:
             self.admission.started(flight.name, now)
         if not flight.answered:
             flight.answered, job.first_s, job.phase = True, now, Phase.ANSWERING
             self._tallies.started(flight, now)
+
+    def prefilled(self, job: Job, why: str, then: Callable[[], None]) -> None:
+        """See `parts.Brain`."""
+        flight = self._flights.get(job.ask.request) if job.ask is not None else None
+        if flight is None or flight.choice is None:
+            return
+        now, number = self._timers.time(), flight.choice.prefill
+        flight.handed = True
+        if why:
+            if self.choosing.health is not None:
+                self.choosing.health.trouble(number, why)
+            self._sight.unexpect(number, job.lenses)
+            self.choosing.alike.lost(flight.name)
+            then()
+            return
+        flight.computed_s = now
+        self._begin(flight)
+        self._hand_off(flight, now + min(HANDOFF_S, flight.choice.parts.prefill_s), HANDOFF_LOOK_S, then)
+
+    def _hand_off(self, flight: Flight, until_s: float, look_s: float, then: Callable[[], None]) -> None:
+        """Wait for the prompt's KV to be in the store; looked for less and less often."""
+        flight.handing = None
+        choice, job, now = flight.choice, flight.job, self._timers.time()
+        assert choice is not None, f"{flight.name} is nowhere"
+        stored = self._sight.stored(choice.prefill, job.parsed.model, job.lenses)
+        if stored is False and now < until_s:
+            again = partial(self._hand_off, flight, until_s, 2 * look_s, then)
+            flight.handing = self._timers.call_later(min(look_s, until_s - now), again)
+            return
+        if stored is not None:
+            self._counts.add("handoffs", "stored" if stored else "late")
+        then()
 
     def _begin(self, flight: Flight) -> None:
         """It decodes from now on, as far as we know."""
@@ -186,7 +224,10 @@ class FleetBrain:
         choice, begun = flight.choice, flight.first_s > 0
         self._land(flight, None)
         if not begun:
-            self._sight.unexpect(choice.prefill, job.lenses)
+            if not flight.handed:
+                self._sight.unexpect(choice.prefill, job.lenses)
+            if choice.decode != choice.prefill:
+                self._sight.unexpect(choice.decode, job.lenses)
         self.choosing.alike.lost(flight.name)
         self._counts.add("lost", why)
         flight.losses += 1
@@ -208,6 +249,8 @@ class FleetBrain:
             return
         now, choice = self._timers.time(), flight.choice
         job.ended_s = now
+        if whole and flight.presumed is not None:
+            self._begin(flight)  # answered sooner than it was said to begin
         if flight.first_s or whole:
             self.learning.ended(flight, now, whole=whole)
             self._tallies.ended(flight, choice, now, whole=whole)
@@ -282,10 +325,11 @@ class FleetBrain:
         target = fleet.instances[choice.prefill]
         flight.queued = target.waiting_requests, target.waiting_tokens
         flight.choice, flight.first_s, flight.counted_tokens = choice, 0.0, 0
+        flight.handed, flight.computed_s = False, 0.0
         if flight.record is not None:
             flight.record.routed_s, flight.record.outcome = now, "sent"
-            it.gathered = chosen.gathered
-            self.explanations.chose(flight.record, it, job.held, fleet, self.policy, chosen.hidden)
+            it.gathered, it.output_tokens = chosen.gathered, ask.output_tokens
+            self.explanations.chose(flight.record, it, job.held, fleet, self.policy, chosen.hidden, chosen.weighed)
         self.loads.routed(ask, choice, now)
         self.policy.routed(ask, choice, fleet)
         if it.verdict is not None and self.admission is not None:
@@ -311,6 +355,8 @@ class FleetBrain:
         if choice.source is not None:
             reuse = f"{reuse}, {choice.source.tier.name.lower()}={choice.fetched_tokens}"
         headers = {b"x-headwater-instance": instance, b"x-headwater-reuse": reuse.encode()}
+        if choice.prefill != choice.decode:
+            headers[b"x-headwater-prefill"] = self._labels[choice.prefill][0]
         if node:
             headers[b"x-headwater-node"] = node
         return headers
@@ -324,6 +370,9 @@ class FleetBrain:
         if flight.presumed is not None:
             flight.presumed.cancel()
             flight.presumed = None
+        if flight.handing is not None:
+            flight.handing.cancel()
+            flight.handing = None
         self.policy.finished(flight.ask, choice)
         self.loads.finished(flight.name, choice, now)
         if self.admission is not None:
@@ -350,7 +399,7 @@ class FleetBrain:
         job.phase = Phase.DONE
         self._counts.add("outcomes", outcome)
         if record is not None:
-            record.outcome, record.first_s = outcome, flight.first_s
+            record.outcome, record.first_s, record.computed_s = outcome, flight.first_s, flight.computed_s
             record.answered_tokens, record.cached_tokens = job.answered_tokens, job.cached_tokens
             record.ended_s = self._timers.time()
 

@@ -7,12 +7,13 @@ costs a whole one. Rather one of the latter than nobody.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
 from headwater.conductor.alike import Alike, soon
 from headwater.conductor.flight import Flight
 from headwater.conductor.loads import Loads
+from headwater.core.routing import Headwater, Row
 from headwater.fleet import Choice, Fleet, Role
 from headwater.ports import RoutingPolicy
 
@@ -35,12 +36,19 @@ class Health(Protocol):
         """For `headwater fleet`."""
 
 
-class Chosen(NamedTuple):
-    """A choice, None if nobody can serve it; who was hidden; whether others who compute the same decided it."""
+class Chosen:
+    """A choice, None if nobody can serve it; who was hidden; whether others who compute the same decided it; what our
+    policy weighed, if that is everything."""
 
-    choice: Choice | None
-    hidden: Collection[int]
-    gathered: bool
+    __slots__ = ("choice", "gathered", "hidden", "weighed")
+
+    def __init__(self, choice: Choice | None, hidden: Collection[int], weighed: Sequence[Row] | None) -> None:
+        self.choice, self.hidden, self.weighed = choice, hidden, weighed
+        self.gathered = False
+
+
+def _nobody() -> float:
+    return float("inf")
 
 
 class Choosing:
@@ -48,8 +56,13 @@ class Choosing:
 
     def __init__(self, policy: RoutingPolicy, fleet: Fleet, loads: Loads) -> None:
         self.policy, self.fleet, self._loads = policy, fleet, loads
+        self._ours = policy if isinstance(policy, Headwater) else None
         self.alike = Alike()
         self.health: Health | None = None
+        self.waiting_s: Callable[[], float] = _nobody
+        """Since when anybody waits for admission; infinity if nobody does."""
+        self.kv_bytes_per_token: Callable[[str], int] | None = None
+        """Of a model, for `fleet`; None: that has it already."""
         self._earned: dict[int, float] = {}
         """Of instances that have come back lately, how many requests they may have."""
 
@@ -57,16 +70,20 @@ class Choosing:
         """Where to send it now."""
         fleet = self.fleet
         fleet.now = now
+        if self.kv_bytes_per_token is not None:
+            fleet.kv_bytes_per_token = self.kv_bytes_per_token(flight.ask.model)
         self._loads.refresh(now)
         hidden: Collection[int] = self._hidden(flight, now) if self._earned else flight.excluded
         choice = self._without(flight, hidden) if hidden else self.policy.choose(flight.ask, flight.job.held, fleet)
         if choice is None and len(hidden) > len(flight.excluded):
             hidden = flight.excluded
             choice = self._without(flight, hidden)
+        chosen = Chosen(choice, hidden, self._ours.weighed if self._ours is not None else None)
         if choice is not None and len(self.alike):
             gathered = self._gather(flight, choice, hidden, now)
-            return Chosen(gathered, hidden, gathered is not choice)
-        return Chosen(choice, hidden, False)
+            if gathered is not choice:
+                chosen.choice, chosen.gathered = gathered, True
+        return chosen
 
     def sent(self, flight: Flight, choice: Choice, now: float) -> None:
         """A request was sent there."""
@@ -112,7 +129,7 @@ class Choosing:
     def _gather(self, flight: Flight, choice: Choice, hidden: Collection[int], now: float) -> Choice:
         """Where the same is being computed already, if it is so at enough places and soon done there."""
         ask, instances = flight.ask, self.fleet.instances
-        places = self.alike.places(ask.keys, ask.block_tokens, ask.tokens, now)
+        places = self.alike.places(ask.keys, ask.block_tokens, ask.tokens, min(now, self.waiting_s()))
         if places is None or choice.prefill in places:
             return choice
         others = {number for number, it in instances.items() if number not in places and it.role is not Role.DECODE}

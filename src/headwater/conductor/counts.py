@@ -6,6 +6,7 @@ Names and labels are few and fixed; nothing that a client sends becomes one.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from typing import Any
 
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -15,14 +16,13 @@ class Counts:
     """Counters, gauges and histograms of one worker."""
 
     def __init__(self) -> None:
-        self.numbers: dict[tuple[str, str], float] = {}
+        self.numbers: dict[tuple[str, str], float] = defaultdict(int)
         self.histograms: dict[tuple[str, str], list[float]] = {}
         """Counts of each bucket and of those beyond, then the sum."""
 
     def add(self, name: str, label: str = "", count: float = 1) -> None:
         """So many more."""
-        key = (name, label)
-        self.numbers[key] = self.numbers.get(key, 0) + count
+        self.numbers[name, label] += count
 
     def set(self, name: str, value: float, label: str = "") -> None:
         """A gauge."""

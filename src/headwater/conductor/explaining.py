@@ -1,8 +1,8 @@
 """Why requests went where they went: what the choice was made of, and what came of it, for the last so many.
 
-A candidate's seconds are not kept but worked out when somebody asks, by the policy's own arithmetic, from what it saw:
-loads and times of the instances, who held what, the links, and the policy's own memory. Keeping that costs a few
-microseconds, working it out as much as the choice itself, and hardly any request is ever asked for. Of more than
+What our policy has weighed is kept as it is, which costs nothing, and told when somebody asks. Where it passed over
+instances, paired them, or is not ours, seconds are worked out then, by the policy's own arithmetic, from what it saw:
+loads and times of the instances, who held what, the links, and the policy's own memory. Of more than
 `CANDIDATES` instances those are kept that were chosen, hold most of the prompt or come first; how many are left out is
 said. No text, ids or keys are kept.
 """
@@ -15,15 +15,15 @@ from typing import Any
 
 from headwater.conductor.registry import Roster
 from headwater.core.admission import Verdict
-from headwater.core.routing import Headwater, Weighed, can_prefill, choice_of
+from headwater.core.routing import Headwater, Row, Weighed, can_prefill, choice_of
 from headwater.enginetimes import EngineTimes
 from headwater.fleet import Ask, Choice, Fleet, Held, Instance, Link, Place, Role
 from headwater.ports import RoutingPolicy
 from headwater.types import Tier
 
 CANDIDATES = 32
-Seen = tuple[int, str, EngineTimes, int, Role, int | None, bool, bool, int, int, int, int, float]
-"""An instance's number, name, times, capacity, role, node, alive, draining, its four loads, how late they were."""
+Seen = tuple[int, EngineTimes, int, Role, int | None, bool, bool, int, int, int, int, float]
+"""An instance's number, times, capacity, role, node, alive, draining, its four loads, how late they were."""
 
 
 class Try:
@@ -37,14 +37,21 @@ class Try:
         "left_out",
         "links",
         "lost",
+        "names",
         "now",
+        "output_tokens",
         "policy",
         "verdict",
         "waited_s",
+        "weighed",
     )
 
     def __init__(self, choice: Choice, verdict: Verdict | None, waited_s: float) -> None:
         self.choice, self.verdict, self.waited_s = choice, verdict, waited_s
+        self.names: Mapping[int, str] = {}
+        self.weighed: Sequence[Row] | None = None
+        """What the policy weighed, where that is all; the rest but the choice is not needed then."""
+        self.output_tokens = 0
         self.instances: Sequence[Seen] = ()
         self.left_out = 0
         self.gathered = False
@@ -61,8 +68,9 @@ class Record:
     """One request. Times are of the loop's clock."""
 
     __slots__ = (
-        "answered_tokens", "arrived_s", "block_tokens", "cached_tokens", "counted", "ended_s", "first_s", "kv_bytes",
-        "model", "outcome", "output_tokens", "priority", "request", "routed_s", "slos", "tenant", "tokens", "tries",
+        "answered_tokens", "arrived_s", "block_tokens", "cached_tokens", "computed_s", "counted", "ended_s", "first_s",
+        "kv_bytes", "model", "outcome", "output_tokens", "priority", "request", "routed_s", "slos", "tenant", "tokens",
+        "tries",
     )  # fmt: skip
 
     def __init__(self, request: str, ask: Ask, counted: str, arrived_s: float) -> None:
@@ -73,7 +81,7 @@ class Record:
         self.kv_bytes = 0
         self.tries: list[Try] = []
         self.outcome = "waiting"
-        self.routed_s = self.first_s = self.ended_s = 0.0
+        self.routed_s = self.computed_s = self.first_s = self.ended_s = 0.0
         self.answered_tokens = 0
         self.cached_tokens: int | None = None
 
@@ -84,6 +92,12 @@ class Explained:
     def __init__(self, roster: Roster, most: int) -> None:
         self._roster, self._most = roster, most
         self._records: OrderedDict[str, Record] = OrderedDict()
+        self._names: Mapping[int, str] | None = None
+        """As they are now: not changed, but made anew."""
+        roster.watch(self._renamed, self._renamed)
+
+    def _renamed(self, number: int) -> None:
+        self._names = None
 
     def __repr__(self) -> str:
         return f"Explained({len(self._records)} of at most {self._most} requests)"
@@ -109,19 +123,29 @@ class Explained:
         fleet: Fleet,
         policy: RoutingPolicy,
         hidden: Collection[int] = (),
+        weighed: Sequence[Row] | None = None,
     ) -> None:
-        """What a choice was made of, without the hidden instances; called before anything is changed by it."""
-        choice = it.choice
+        """What a choice was made of, without the hidden instances; called before anything is changed by it. What the
+        policy has weighed of them all says it best."""
         record.tries.append(it)
+        if self._names is None:
+            self._names = dict(self._roster.names)
+        it.names = self._names
+        if weighed is not None:
+            it.weighed = weighed
+        elif self._most > 0:
+            self._keep(record, it, held, fleet, policy, hidden)
+
+    def _keep(
+        self, record: Record, it: Try, held: Held, fleet: Fleet, policy: RoutingPolicy, hidden: Collection[int]
+    ) -> None:
         record.kv_bytes = fleet.kv_bytes_per_token
-        if self._most <= 0:
-            return
-        instances = fleet.instances
+        choice, instances = it.choice, fleet.instances
         chosen: Collection[int] = instances.keys()
         if len(chosen) > CANDIDATES:
             it.left_out = len(chosen) - CANDIDATES
             chosen = _first(choice, held, list(chosen))
-        it.instances = _seen([instances[number] for number in chosen], self._roster.names, hidden)
+        it.instances = _seen([instances[number] for number in chosen], hidden)
         it.held, it.now = held, fleet.now
         if fleet.links and any(place[0] is not Tier.DEVICE for place in held):
             it.links = [
@@ -138,6 +162,8 @@ class Explained:
         if it is None:
             return None
         took: dict[str, Any] = {}
+        if it.computed_s:
+            took["prefilled_s"] = it.computed_s - it.routed_s
         if it.first_s:
             took["first_token_s"] = it.first_s - it.routed_s
             if it.ended_s and it.answered_tokens > 1:
@@ -152,7 +178,7 @@ class Explained:
             "tenant": it.tenant,
             "priority": it.priority,
             "prompt_tokens": it.tokens,
-            "counted": it.counted,
+            "counted": str(it.counted),
             "expected_tokens": it.output_tokens,
             "ttft_slo_s": it.slos[0],
             "tpot_slo_s": it.slos[1],
@@ -170,10 +196,10 @@ def _first(choice: Choice, held: Held, numbers: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(wanted))[:CANDIDATES]
 
 
-def _seen(instances: Sequence[Instance], names: Mapping[int, str], hidden: Collection[int]) -> Sequence[Seen]:
+def _seen(instances: Sequence[Instance], hidden: Collection[int]) -> Sequence[Seen]:
     return [
         (
-            it.number, names[it.number], it.times, it.capacity_tokens, it.role, it.node,
+            it.number, it.times, it.capacity_tokens, it.role, it.node,
             it.alive and it.number not in hidden, it.draining,
             it.waiting_requests, it.waiting_tokens, it.running_requests, it.running_tokens, it.late_s,
         )
@@ -182,8 +208,7 @@ def _seen(instances: Sequence[Instance], names: Mapping[int, str], hidden: Colle
 
 
 def _explain(record: Record, it: Try) -> dict[str, Any]:
-    names = {row[0]: row[1] for row in it.instances}
-    choice, source = it.choice, it.choice.source
+    names, choice, source = it.names, it.choice, it.choice.source
     said: dict[str, Any] = {
         "instance": names.get(choice.prefill, ""),
         "decode": names.get(choice.decode, ""),
@@ -204,8 +229,10 @@ def _explain(record: Record, it: Try) -> dict[str, Any]:
 
 def _weighed(record: Record, it: Try) -> list[Weighed]:
     """The candidates, the best first; of policies that are not ours with the sum of their seconds for a cost."""
+    if it.weighed is not None:
+        return Headwater.tell(it.weighed, it.output_tokens)
     instances: Mapping[int, Instance] = {
-        row[0]: Instance(row[0], row[2], row[3], row[4], row[5], record.model, row[6], row[7], 0.0, *row[8:])
+        row[0]: Instance(row[0], row[1], row[2], row[3], row[4], record.model, row[5], row[6], 0.0, *row[7:])
         for row in it.instances
     }
     links = {(place, node): Link(latency, speed, queued) for place, node, latency, speed, queued in it.links}

@@ -17,10 +17,13 @@ class Flight:
         "ask",
         "asked",
         "choice",
+        "computed_s",
         "counted_tokens",
         "decoders",
         "excluded",
         "first_s",
+        "handed",
+        "handing",
         "job",
         "losses",
         "name",
@@ -49,6 +52,12 @@ class Flight:
         """Whether a first token came from anywhere."""
         self.presumed: Timer | None = None
         """When it is taken to have begun, where nobody says so."""
+        self.handed = False
+        """Of a pair: whether its first leg is over."""
+        self.computed_s = 0.0
+        """When that had computed the prompt; 0 if it has not."""
+        self.handing: Timer | None = None
+        """When the prompt's KV is looked for next."""
         self.losses = 0
         self.queued = (0, 0)
         """Requests and tokens that waited there when it was sent."""

@@ -56,11 +56,12 @@ class Learning:
     def _prefill(self, flight: Flight, number: int, now: float) -> None:
         job, choice = flight.job, flight.choice
         assert choice is not None
-        if choice.fetched_tokens or choice.prefill != choice.decode:
+        computed_s = flight.computed_s if choice.prefill != choice.decode else flight.first_s
+        if choice.fetched_tokens or not computed_s:
             return  # how long these took is not only the engine's business
         cached = job.cached_tokens if job.cached_tokens is not None else choice.cached_tokens
         requests, tokens = flight.queued
-        seconds = flight.first_s - job.routed_s
+        seconds = computed_s - job.routed_s
         kind = self._roster.spec(number).model
         self.rates.prefilled(number, kind, flight.ask.tokens - cached, cached, seconds, now, tokens, requests)
 

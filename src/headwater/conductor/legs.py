@@ -436,12 +436,14 @@ class Moved:
 
 
 class Small:
-    """A request beside: its answer is for us. `done` gets the status and the body; 0 and b'' if it was lost."""
+    """A request beside: its answer is for us. `done` gets the status and the body; 0 and b'' if it was lost, and then
+    `why` says why."""
 
-    __slots__ = ("_body", "_done")
+    __slots__ = ("_body", "_done", "why")
 
     def __init__(self, done: Callable[[int, bytes], None]) -> None:
         self._done = done
+        self.why = ""
         self._body = Body(0, [], SMALL_BYTES)
 
     def head(self, status: int, headers: Headers) -> None:
@@ -459,7 +461,17 @@ class Small:
 
     def lost(self, why: str, *, sent: bool) -> None:
         """See `Sink`."""
+        self.why = why
         self._done(0, b"")
+
+
+def usage_of(body: bytes) -> Usage | None:
+    """What an engine counted, from its answer in one piece, if it says so; None if it is no answer."""
+    try:
+        answer = _read_answer(body)
+    except msgspec.MsgspecError:
+        return None
+    return None if answer.error or answer.object == "error" else answer.usage or Usage()
 
 
 def room_of(body: bytes) -> int | None:

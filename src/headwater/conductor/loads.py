@@ -1,18 +1,20 @@
 """The fleet's loads as policies read them, written no more often than they have to be.
 
 `LoadBook.fill` works all instances out anew, from three accounts; with several Conductors it costs as much as the
-choice itself. So it is called every `FILL_S`, and when somebody else has said something. In between only our own
+choice itself. So it is called every `FILL_S` (`FILL_ALONE_S` where there are no others), and when somebody else has said something. In between only our own
 requests change anything: an instance is then what it was at that time, and what we have there more or less since.
 """
 
 from __future__ import annotations
 
 from headwater.conductor.registry import Roster
-from headwater.core.loads import LoadBook, Published, Totals
+from headwater.core.loads import NOTHING, LoadBook, Published, Totals
 from headwater.fleet import Ask, Choice, Instance
 
 FILL_S = 0.01
 """The others' unseen arrivals are guessed from their pace: they do not change by a request within this."""
+FILL_ALONE_S = 0.25
+"""Without others only what an engine once said changes by itself, when it is too old."""
 STEP_TOKENS = 32
 """An answer's new tokens are counted so many at a time: a step's time does not change for fewer."""
 
@@ -26,7 +28,8 @@ class Loads:
         self._base: dict[int, Totals] = {}
         """What each instance had at the last fill besides what was ours."""
         self._touched: set[int] = set()
-        self._filled_s = float("-inf")
+        self._fill_s = float("-inf")
+        """When all of it is due."""
         self.begun_tokens = 0
         """Uncached prompt tokens that we sent anywhere, ever: how much others do not know of yet."""
 
@@ -55,7 +58,7 @@ class Loads:
     def heard(self, message: Published, now: float) -> None:
         """See `LoadBook.heard`."""
         self.book.heard(message, now)
-        self._filled_s = float("-inf")
+        self._fill_s = float("-inf")
 
     def told(self, instance: int, waiting: int, running: int, sampled_s: float, now: float) -> None:
         """An engine's own word on how many requests it has.
@@ -66,7 +69,7 @@ class Loads:
         total = waiting + running
         waiting = min(max(self.book.load(instance, now).waiting_requests, waiting), total)
         self.book.told(instance, sampled_s, waiting, total - waiting, now=now)
-        self._filled_s = float("-inf")
+        self._fill_s = float("-inf")
 
     def left(self, instance: int) -> None:
         """See `LoadBook.left`."""
@@ -76,7 +79,7 @@ class Loads:
 
     def refresh(self, now: float) -> None:
         """Bring the instances up to date."""
-        if now - self._filled_s >= FILL_S:
+        if now >= self._fill_s:
             self._fill(now)
         elif self._touched:
             for number in self._touched:
@@ -94,14 +97,15 @@ class Loads:
         book.fill(self._instances, now)
         for number, it in self._instances.items():
             waiting, waiting_tokens, running, running_tokens = book.own(number)
-            base[number] = Totals(
+            others = Totals(
                 it.waiting_requests - waiting,
                 it.waiting_tokens - waiting_tokens,
                 it.running_requests - running,
                 it.running_tokens - running_tokens,
             )
+            base[number] = others if any(others) else NOTHING
         self._touched.clear()
-        self._filled_s = now
+        self._fill_s = now + (FILL_S if book.drifts else FILL_ALONE_S)
 
     def _touch(self, choice: Choice) -> None:
         self._touched.add(choice.prefill)
@@ -110,7 +114,9 @@ class Loads:
 
 def _write(it: Instance, base: Totals, own: Totals) -> None:
     """Their sum; nothing is below nothing, as where the engine knew of fewer than we did."""
-    it.waiting_requests = max(base[0] + own[0], 0)
-    it.waiting_tokens = max(base[1] + own[1], 0)
-    it.running_requests = max(base[2] + own[2], 0)
-    it.running_tokens = max(base[3] + own[3], 0)
+    waiting, waiting_tokens, running, running_tokens = own
+    if base is not NOTHING:
+        waiting, waiting_tokens = max(base[0] + waiting, 0), max(base[1] + waiting_tokens, 0)
+        running, running_tokens = max(base[2] + running, 0), max(base[3] + running_tokens, 0)
+    it.waiting_requests, it.waiting_tokens = waiting, waiting_tokens
+    it.running_requests, it.running_tokens = running, running_tokens

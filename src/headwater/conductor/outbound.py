@@ -21,6 +21,8 @@ PATHS = {Kind.CHAT: "/v1/chat/completions", Kind.COMPLETION: "/v1/completions"}
 PASSED = frozenset({b"traceparent", b"tracestate", b"baggage", b"x-session-id"})
 INTERNAL = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_hints", "request_id"})
 """Between engines, and between engines and us; never a client's."""
+_JUDGED = INTERNAL | {"vllm_xargs", "chat_template", "chat_template_kwargs"}
+"""Where any of these is, the body is written anew: it may be there twice, and the engine is to read what we read."""
 FORGED = ("kv_", "ec_", "headwater")
 """How keys of `vllm_xargs` begin that engines would take for their own."""
 
@@ -105,7 +107,7 @@ def additions(to: Endpoint, job: Job) -> dict[str, Any]:
 def dropped(parsed: Parsed, added: Mapping[str, Any]) -> bool:
     """Whether anything that the client said must not be passed on."""
     fields = parsed.fields
-    if not INTERNAL.isdisjoint(fields) or "vllm_xargs" in fields:
+    if not _JUDGED.isdisjoint(fields):
         return True
     return ("cache_salt" in fields and "cache_salt" not in added) or ("priority" in fields and "priority" not in added)
 

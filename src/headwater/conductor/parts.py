@@ -86,6 +86,10 @@ class Sight(Protocol):
     def unexpect(self, number: int, lenses: Sequence[Lens]) -> None:
         """It was lost there: what no event has confirmed is not held."""
 
+    def stored(self, number: int, model: str, lenses: Sequence[Lens]) -> bool | None:
+        """Whether other instances find a prompt's whole chunks where this one's node has put them; None if nobody
+        would tell us."""
+
     def left(self, number: int) -> None:
         """An instance is gone."""
 
@@ -104,6 +108,10 @@ class Brain(Protocol):
 
     def started(self, job: Job) -> None:
         """Its first token came."""
+
+    def prefilled(self, job: Job, why: str, then: Callable[[], None]) -> None:
+        """The prefill instance of a pair is done with it, or has failed it, and why. `then` is called when the decode
+        instance may be asked, at once or later, unless the request ends before."""
 
     def progressed(self, job: Job) -> None:
         """More of its answer came: `job.answered_tokens` in all."""

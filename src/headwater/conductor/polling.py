@@ -111,6 +111,16 @@ class Polling:
             return 1.0
         return max(share, SLOW_SHARE)
 
+    def answered(self) -> bool | None:
+        """Whether any instance has ever said that it is well; None while some were not asked yet."""
+        heard = [it.heard for it in self._watched.values()]
+        return True if True in heard else None if None in heard else False
+
+    def was_away(self, number: int) -> bool:
+        """Whether it has come back lately, and was away for long enough to have begun anew."""
+        it = self._watched.get(number)
+        return it is not None and it.back_s is not None
+
     def slow(self) -> list[int]:
         """Those that have come back lately."""
         return [number for number, it in self._watched.items() if it.back_s is not None]
@@ -181,6 +191,7 @@ class Polling:
 
     def _heard_health(self, it: _Watched, question: _Question) -> None:
         now = self._timers.time()
+        it.heard = it.heard or (question.status is not None and question.status < 500)
         # Below 500: whoever has no such path is there.
         if question.status is None or question.status >= 500:
             it.breaker.failed(now, self._draw.random())
@@ -230,7 +241,7 @@ class Polling:
 
 
 class _Watched:
-    __slots__ = ("back_s", "breaker", "gone", "number", "out_s", "question", "round", "signalled", "timer")
+    __slots__ = ("back_s", "breaker", "gone", "heard", "number", "out_s", "question", "round", "signalled", "timer")
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -240,6 +251,8 @@ class _Watched:
         self.out_s: float | None = None
         self.back_s: float | None = None
         self.signalled = False
+        self.heard: bool | None = None
+        """Whether it has ever said that it is well."""
         self.timer: Timer | None = None
         self.question: _Question | None = None
         self.gone = False

@@ -14,7 +14,8 @@ Theory of operation. A Passage is one job's way through it:
 The client may leave at any moment: the call is aborted at once, or the brain told that nobody waits any more.
 
 In fleets with roles the request goes to the prefill instance first, for one token, and then whole to the decode
-instance, which finds the prompt's KV in the store; if the first leg fails, the second recomputes.
+instance, once the brain says that the prompt's KV is in the store, where that finds it; if the first leg fails, the
+second recomputes.
 
 Back-pressure: a client that reads slowly pauses its own call only.
 """
@@ -28,7 +29,7 @@ from headwater.conductor.answers import DONE, JSON, error_body, error_event, ref
 from headwater.conductor.counts import Counts
 from headwater.conductor.http.exchange import Call, Headers, Sink, Upstreams
 from headwater.conductor.job import Job, Phase, Refusal, Target
-from headwater.conductor.legs import Moved, Small, Stream, Usage, Whole, room_of
+from headwater.conductor.legs import Moved, Small, Stream, Usage, Whole, room_of, usage_of
 from headwater.conductor.parts import Brain, Registry, Tenants
 from headwater.conductor.replay import Plan, Story, Translator, Unmovable, body_of, obstacle
 from headwater.fleetfile.model import Limits, Times
@@ -86,6 +87,7 @@ class Passage:
     __slots__ = (
         "_call",
         "_full",
+        "_is_prefilled",
         "_leg",
         "_over",
         "_plan",
@@ -104,7 +106,7 @@ class Passage:
         self._relay, self._target = relay, target
         self._call: Call | None = None
         self._leg: Sink | None = None
-        self._full = self._over = self._waits = False
+        self._full = self._over = self._waits = self._is_prefilled = False
         self._story: Story | None = None
         self._plan: Plan | None = None
         self._prompt_tokens = 0
@@ -121,6 +123,7 @@ class Passage:
             self._go_on(self._plan)
             return
         self.job.phase = Phase.SENT
+        self._is_prefilled = False
         if target.prefill != target.decode:
             self._prefill(target.prefill)
         else:
@@ -132,12 +135,20 @@ class Passage:
         self._place(number, "POST", path, body, Small(self._prefilled))
 
     def _prefilled(self, status: int, body: bytes) -> None:
-        if status != 200 or body.startswith(b'{"error"'):
+        leg, self._leg, self._call = self._leg, None, None
+        why = ""
+        if status != 200 or (usage := usage_of(body)) is None:
+            why = leg.why if isinstance(leg, Small) and leg.why else "status" if status != 200 else "error"
             self._relay.counts.add("prefill_lost")
-        self._ask()
+        else:
+            self._is_prefilled = True
+            self._count_cached(usage)
+        self._relay.brain.prefilled(self.job, why, self._ask)
 
     def _ask(self) -> None:
         """The request itself."""
+        if self._over:
+            return
         job, number = self.job, self._target.decode
         to = self._relay.endpoint(number)
         leg: Sink
@@ -213,6 +224,10 @@ class Passage:
         """See `Owner`."""
         self._prompt_tokens = usage.prompt_tokens
         self.job.answered_tokens = usage.completion_tokens or 0
+        if not self._is_prefilled:  # of a pair, the second finds all that the first has computed
+            self._count_cached(usage)
+
+    def _count_cached(self, usage: Usage) -> None:
         if usage.prompt_tokens_details is not None:
             self.job.cached_tokens = usage.prompt_tokens_details.cached_tokens
 

@@ -59,6 +59,8 @@ class Sight:
         self._devices: dict[int, Device] = {}
         self._specs: dict[int, InstanceSpec] = {}
         self._registrations: dict[int, list[Registration]] = {}
+        self._telling: set[int] = set()
+        """The nodes that tell us what they hold."""
         self._prompts: dict[int, _Prompt] = {}
         self._kept_tokens = 0
         self._hottest = Hottest()
@@ -108,7 +110,7 @@ class Sight:
             self.on_again(number)
 
     def restarted(self, number: int) -> None:
-        """An instance has begun anew and holds nothing; those with events say so themselves, a little later."""
+        """An instance may have begun anew, and nobody says what it holds."""
         device = self._devices.get(number)
         if device is not None:
             device.forget_all()
@@ -137,6 +139,7 @@ class Sight:
     def registered(self, node: int, registrations: Sequence[Registration]) -> None:
         """These are all that engines' plug-ins have registered with a node."""
         self._registrations[node] = list(registrations)
+        self._telling.add(node)
         self._assign()
 
     def _assign(self) -> None:
@@ -175,6 +178,7 @@ class Sight:
 
     def node_forgotten(self, node: int) -> None:
         """Nothing is known of a node any more; what is on REMOTE stays there."""
+        self._telling.discard(node)
         for tier in (Tier.HOST, Tier.DISK):
             self.index.cleared(Place(tier, node))
 
@@ -243,6 +247,22 @@ class Sight:
         device, keys = self._device_keys(number, lenses)
         if device is not None and keys:
             device.unexpect(keys)
+
+    def stored(self, number: int, model: str, lenses: Sequence[Lens]) -> bool | None:
+        """See parts.Sight."""
+        known, spec = self._models.get(model), self._specs.get(number)
+        if known is None or spec is None or spec.node not in self._nodes or len(lenses) != len(known.ways):
+            return None
+        node = self._nodes.index(spec.node)
+        chunks = [lens for way, lens in zip(known.ways, lenses, strict=True) if known.is_chunks(way)]
+        if node not in self._telling or not chunks:
+            return None
+        places = Place(Tier.HOST, node), Place(Tier.DISK, node), REMOTE
+        for keys, tokens in chunks:
+            found = self.index.find(keys, tokens)
+            if max(found.get(it, 0) for it in places) >= len(keys) * tokens:
+                return True
+        return False
 
     def kv_bytes_per_token(self, model: str) -> int:
         """As the plug-in's layout has it; 0 while nobody has said."""

@@ -39,6 +39,8 @@ class Tallies:
         row = self._rows.setdefault(choice.prefill, [0, 0, 0, 0])
         for at, more in enumerate((1, flight.ask.tokens, device, fetched)):
             row[at] += more
+        if choice.decode != choice.prefill:
+            self._rows.setdefault(choice.decode, [0, 0, 0, 0])[0] += 1
 
     def left(self, number: int) -> None:
         """Its number may be given to another."""

@@ -111,6 +111,11 @@ class Turns:
             found.append(flight)
         return found
 
+    def waiting_s(self) -> float:
+        """Since when the first one waits; infinity if nobody does."""
+        first: Iterable[Flight] = self._flights.values()
+        return next((it.pushed_s for it in first), float("inf"))
+
     def deadline_s(self) -> float | None:
         """When the first one's time is over; None if nobody waits."""
         first: Iterable[Flight] = self._flights.values()

@@ -56,7 +56,7 @@ from headwater.values import split_address
 log = logging.getLogger(__name__)
 
 SETTLE_S = 3.0
-"""So long a worker waits for the first instance to answer before it takes requests; there may be none yet."""
+"""So long a worker waits for an instance to answer, or all of them not to, before it takes requests."""
 SETTLE_AGAIN_S = 0.05
 COLLECT_AFTER = 100_000
 """Objects that are made, and not freed, between two collections: the usual 700 would run one in every few requests."""
@@ -100,7 +100,8 @@ class Worker:
             prefetch=self._prefetch if self.errands else None,
         )
         self.brain.fleet.links = self.sources.links
-        self.roster.watch(joined=self._joined, left=self.sources.remove)
+        self.brain.choosing.kv_bytes_per_token = self.sight.kv_bytes_per_token
+        self.roster.watch(joined=self._joined, left=self._left)
         for number in self.roster.instances():
             self._joined(number)
         self.polling = Polling(self.roster, self.upstreams, loop, told=self._told, changed=self._changed)
@@ -132,6 +133,7 @@ class Worker:
             sight=self.sight,
             registry=self.roster,
             tenants=self.tenants,
+            tokens=self.tokens.state,
             counts=self.counts,
             is_ready=lambda: not self.app.draining,
             drain=self.take_no_more,
@@ -153,15 +155,17 @@ class Worker:
     def _joined(self, number: int) -> None:
         self.sources.add(number, self.roster.spec(number))
 
+    def _left(self, number: int) -> None:
+        self.sources.remove(number)
+        self.upstreams.close(self.roster.origin(number))
+
     def _told(self, number: int, signals: Signals, asked_s: float) -> None:
         self.sight.learned(number, capacity_tokens=signals.capacity_tokens, block_tokens=signals.block_tokens)
-        spec = self.roster.spec(number)
-        self.brain.fleet.kv_bytes_per_token = self.sight.kv_bytes_per_token(spec.served_name)
         self.brain.told(number, signals, asked_s)
 
     def _changed(self, number: int, alive: bool) -> None:
-        if not alive:  # what it held is gone with it
-            self.sight.restarted(number)
+        if alive and self.polling.was_away(number):
+            self.sources.back(number)
         self.brain.changed(number, alive)
 
     def _prefetch(self, node: int, model: str, salt: str, keys: Sequence[bytes]) -> None:
@@ -195,7 +199,7 @@ class Worker:
     async def _settle(self, ended: asyncio.Event) -> None:
         deadline_s = self.loop.time() + SETTLE_S
         while not ended.is_set() and self.loop.time() < deadline_s:
-            if any(it.alive for it in self.roster.instances().values()):
+            if self.polling.answered() is not None:
                 return
             await asyncio.sleep(SETTLE_AGAIN_S)
 

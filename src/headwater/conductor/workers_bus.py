@@ -68,7 +68,8 @@ class WorkersBus:
         self._received = received
         try:
             self._sends.bind(f"ipc://{self._folder}/{self._index}")
-        except zmq.ZMQError as error:
+            os.chmod(self._folder / str(self._index), 0o600)
+        except (zmq.ZMQError, OSError) as error:
             raise ConfigError(f"{self._folder}/{self._index}: {error.strerror}") from error
         for other in range(self._workers):
             if other != self._index:

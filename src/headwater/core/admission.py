@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from headwater.core.crowd import Crowd, Then
@@ -41,6 +42,7 @@ from headwater.core.owed import LONG_SHARE, Owed
 from headwater.core.predictions import Predictions, Quantity
 from headwater.fleet import Ask, Choice, Fleet, Instance
 
+TTFT, TPOT = Quantity.TTFT, Quantity.TPOT
 AFTER_MOST_S = 60.0
 """Nobody is told to come back later than that: the estimate says nothing about a minute from now."""
 CLASS_FORGOTTEN_S = 30.0
@@ -58,6 +60,9 @@ LUCK_TOKENS = 8
 or none is luck, which no margin helps against."""
 SLO_STEPS = 8
 """SLOs of those who decode are told apart in eighths of an octave, and no finer: 9 % on the safe side."""
+
+STEPS_KEPT = 256
+"""Of so many different SLOs it is remembered where they belong."""
 
 
 class Outcome(StrEnum):
@@ -94,6 +99,10 @@ class Reason(StrEnum):
     """No instance can serve it."""
 
 
+ADMIT, FITS, OWED = Outcome.ADMIT, Reason.FITS, Reason.OWED
+"""By name, as nearly every decision uses them."""
+
+
 class Verdict(NamedTuple):
     """`after_s` is when, by the same estimate, it would fit; None where it never would, 0 if it is admitted.
 
@@ -108,24 +117,16 @@ class Verdict(NamedTuple):
 
 
 class _Admitted:
-    __slots__ = ("ask", "choice", "first_s", "predicted", "since_s")
+    __slots__ = ("ask", "choice", "first_s", "predicted", "since_s", "slo", "start_s")
 
     def __init__(self, ask: Ask, choice: Choice, predicted: Verdict, now: float) -> None:
         self.ask, self.choice, self.predicted, self.since_s = ask, choice, predicted, now
         self.first_s: float | None = None
-
-    @property
-    def start_s(self) -> float:
+        self.start_s = now + predicted.ttft_s
         """When its first token is predicted."""
-        return self.since_s + self.predicted.ttft_s
-
-    @property
-    def slo(self) -> tuple[int, float] | None:
+        slo_s = ask.tpot_slo_s
+        self.slo = (ask.priority, _step_below(slo_s)) if slo_s else None
         """As it stands in the book."""
-        slo_s = self.ask.tpot_slo_s
-        if not slo_s:
-            return None
-        return self.ask.priority, 2.0 ** (math.floor(math.log2(slo_s) * SLO_STEPS) / SLO_STEPS)
 
 
 @dataclass(slots=True)
@@ -166,11 +167,14 @@ class Admission:
         needs; holds nothing for it."""
         if choice is None:
             return Verdict(Outcome.REJECT, Reason.NOBODY, None)
-        now, (queue_s, fetch_s, prefill_s, _, handoff_s) = fleet.now, choice.parts
+        now, at = fleet.now, choice.decode
+        queue_s, fetch_s, prefill_s, _, handoff_s = choice.parts
         own_s = fetch_s + prefill_s + handoff_s
         ttft_s, slo_s = queue_s + own_s, ask.ttft_slo_s or math.inf
-        decode = fleet.instances[choice.decode]
-        book = self._books.get(choice.decode) or self._book(choice.decode)
+        decode = fleet.instances[at]
+        book = self._books.get(at)
+        if book is None:
+            book = self._books[at] = Crowd()
         tpot_slo_s = ask.tpot_slo_s if ask.tpot_slo_s and ask.output_tokens > 1 else math.inf
         then = book.then(ask, choice, ttft_s, now, decode)
         if own_s > slo_s or ask.tokens > decode.capacity_tokens:
@@ -178,14 +182,14 @@ class Admission:
         self._see(ask.priority, slo_s, tpot_slo_s, own_s, now)
         if queue_s <= 0 and not book.count and not decode.running_requests:
             return Verdict(Outcome.ADMIT, Reason.IDLE, 0.0, ttft_s, then[0])
-        margin = self.predictions.margin(Quantity.TTFT, choice.prefill, now)
+        margin = self.predictions.margin(TTFT, choice.prefill, now)
         most_s = _within(slo_s, waited_s, margin, TTFT_FLOOR)
         reason, wait_s = self._queue(ask, choice.prefill, queue_s, own_s, most_s - queue_s, margin, now)
         crowd, crowd_s = self._crowd(ask, tpot_slo_s, choice.decode, own_s, then, decode, now)
         if crowd_s > wait_s:
             reason, wait_s = crowd, crowd_s
         if wait_s <= 0:
-            return Verdict(Outcome.ADMIT, crowd if crowd is Reason.OWED else Reason.FITS, 0.0, ttft_s, then[0])
+            return Verdict(ADMIT, crowd if crowd is OWED else FITS, 0.0, ttft_s, then[0])
         # While it waits here, the queue there gets shorter by as much.
         if max(ttft_s, wait_s + own_s) <= most_s:
             return Verdict(Outcome.WAIT, reason, wait_s, ttft_s, then[0])
@@ -214,7 +218,7 @@ class Admission:
         prefill.ran_s = prefill.ran(now) + choice.parts.prefill_s
         actual_s = max(now - it.since_s, 0.0)
         floor_s = (it.ask.ttft_slo_s or 0.0) * TTFT_FLOOR
-        self.predictions.observe(Quantity.TTFT, choice.prefill, it.predicted.ttft_s, actual_s, now, floor_s)
+        self.predictions.observe(TTFT, choice.prefill, it.predicted.ttft_s, actual_s, now, floor_s)
 
     def finished(self, request: str, tokens: int | None, now: float) -> None:
         """It ended, with so many tokens; None if it was cancelled or lost, which says nothing about predictions."""
@@ -226,7 +230,7 @@ class Admission:
             predicted_s = it.predicted.tpot_s
             actual_s = (max(now - it.first_s, 0.0) + LUCK_TOKENS * predicted_s) / (tokens - 1 + LUCK_TOKENS)
             floor_s = (it.ask.tpot_slo_s or 0.0) * TPOT_FLOOR
-            self.predictions.observe(Quantity.TPOT, it.choice.decode, predicted_s, actual_s, now, floor_s)
+            self.predictions.observe(TPOT, it.choice.decode, predicted_s, actual_s, now, floor_s)
 
     def left(self, instance: int) -> None:
         """An instance is gone for good, and what was there with it; its number may be given to another."""
@@ -241,7 +245,7 @@ class Admission:
         self, ask: Ask, instance: int, queue_s: float, own_s: float, left_s: float, margin: float, now: float
     ) -> tuple[Reason, float]:
         """How much shorter the queue must be; `left_s` is what it leaves of the request's SLO."""
-        reason, wait_s = Reason.FITS, 0.0
+        reason, wait_s = FITS, 0.0
         room_s = self._owed.room_s(instance, now) if self._owed.rooms else 0.0
         if left_s < own_s:
             reason, wait_s = Reason.TTFT, own_s - left_s
@@ -258,8 +262,8 @@ class Admission:
     ) -> tuple[Reason, float]:
         """How long until few enough decode there; they finish at the most so fast."""
         tpot_s, others_s, tokens, answer, life_s = then
-        margin = self.predictions.margin(Quantity.TPOT, instance, now)
-        reason, over = Reason.FITS, 1.0
+        margin = self.predictions.margin(TPOT, instance, now)
+        reason, over = FITS, 1.0
         if tokens > decode.capacity_tokens:
             reason, over = Reason.FULL, tokens / decode.capacity_tokens
         if slo_s < math.inf:
@@ -289,9 +293,10 @@ class Admission:
                 del self._classes[min(self._classes, key=lambda each: self._classes[each].seen_s)]
             self._classes[priority] = _Class(slo_s, tpot_slo_s, own_s, now)
             return
-        it.slo_s = min(slo_s, it.slo_s / CLASS_FADE)
-        it.tpot_slo_s = min(tpot_slo_s, it.tpot_slo_s / CLASS_FADE)
-        it.own_s = max(own_s, it.own_s * CLASS_FADE)
+        faded_s, tpot_faded_s, own_faded_s = it.slo_s / CLASS_FADE, it.tpot_slo_s / CLASS_FADE, it.own_s * CLASS_FADE
+        it.slo_s = slo_s if slo_s < faded_s else faded_s
+        it.tpot_slo_s = tpot_slo_s if tpot_slo_s < tpot_faded_s else tpot_faded_s
+        it.own_s = own_s if own_s > own_faded_s else own_faded_s
         it.seen_s = now
 
     def _in_the_way(self, priority: int, behind_s: float, margin: float, now: float) -> float:
@@ -318,6 +323,11 @@ class Admission:
         """Take it out of the books."""
         started = it.first_s is not None
         self._book(it.choice.decode).remove(it.ask.output_tokens, it.start_s, it.slo, started=started)
+
+
+@lru_cache(STEPS_KEPT)
+def _step_below(slo_s: float) -> float:
+    return 2.0 ** (math.floor(math.log2(slo_s) * SLO_STEPS) / SLO_STEPS)
 
 
 def _within(slo_s: float, waited_s: float, margin: float, floor: float) -> float:

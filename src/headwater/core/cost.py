@@ -324,10 +324,13 @@ class Calibration:
     def add(self, estimated_s: float, actual_s: float) -> None:
         """Add one outcome."""
         assert estimated_s >= 0 and actual_s >= 0, f"{estimated_s=}, {actual_s=}"
-        off = (estimated_s - actual_s) / max(actual_s, 1e-3)
+        off = (estimated_s - actual_s) / (actual_s if actual_s > 1e-3 else 1e-3)
         self.count += 1
-        gain = max(0.1, 1 / self.count)
-        capped = min(max(off, -10.0), 10.0)
-        self.error += gain * (abs(capped) - self.error)
-        self.bias += gain * (capped - self.bias)
-        self.worst = max(self.worst, abs(off))
+        gain = 1 / self.count if self.count < 10 else 0.1
+        by = abs(off)
+        if by > self.worst:
+            self.worst = by
+        if by > 10.0:
+            by, off = 10.0, 10.0 if off > 0 else -10.0
+        self.error += gain * (by - self.error)
+        self.bias += gain * (off - self.bias)

@@ -101,9 +101,12 @@ class Crowd:
     def then(self, ask: Ask, choice: Choice, ttft_s: float, now: float, it: Instance) -> Then:
         """The decode instance when this request's first token is there, were it admitted."""
         running, kv_tokens, times = it.running_requests, it.running_tokens, it.times
-        coming = max(it.waiting_requests, self.coming)
+        coming, mine = it.waiting_requests, self.coming
+        if coming < mine:
+            coming = mine
         answer = self.outputs / self.count if self.count else ask.output_tokens
-        answer = max(1.0, answer)
+        if answer < 1.0:
+            answer = 1.0
         # Other Conductors' prefills are not known here, but their decoders are in the fleet's loads.
         spread_s = self.ran(now)
         if running > self.started > 0:
@@ -116,13 +119,18 @@ class Crowd:
             self.times, self.chunk_s = times, times.step_s(times.step_tokens)
         # A step has no more prefill than that.
         spread_s, more_s, chunk_s = spread_s / answer, more_s / answer, self.chunk_s
-        spread_s, more_s = min(chunk_s, spread_s), min(chunk_s, more_s)
-        step_s = times.decode_s(max(coming, running), kv_tokens) or choice.tpot_s
+        if spread_s > chunk_s:
+            spread_s = chunk_s
+        if more_s > chunk_s:
+            more_s = chunk_s
+        step_s = times.decode_s(coming if coming > running else running, kv_tokens) or choice.tpot_s
         life_s = self.life_s = answer * (step_s + spread_s) + LEAST_S
-        decoders = running * math.exp(-ttft_s / life_s)
+        decoders = running * math.exp(-ttft_s / life_s) if running else 0.0
         if coming:
             # Those before it start at all times until then, or when it was predicted of them, if they are ours.
-            before_s = min(now + ttft_s - self.starts_s / self.coming, ttft_s) if self.coming else ttft_s / 2
+            before_s = now + ttft_s - self.starts_s / mine if mine else ttft_s / 2
+            if before_s > ttft_s:
+                before_s = ttft_s
             decoders += coming * math.exp(-before_s / life_s) if before_s > 0 else coming
         own = ask.tokens + ask.output_tokens / 2
         tokens = (decoders * kv_tokens / running if running else decoders * ask.tokens) + own

@@ -56,6 +56,7 @@ class Totals(NamedTuple):
         )
 
 
+
 NOTHING = Totals()
 PACE_S = 1.0
 """A pace is of about so long: some arrivals at the least, where it matters."""
@@ -72,19 +73,17 @@ class Published:
     """All that ever began to wait or to run, at all instances together: from two of these follows a pace."""
 
 
-@dataclass(slots=True)
 class _Request:
-    prefill: int
-    decode: int
-    tokens: int
-    uncached: int
-    """Prompt tokens that were to be computed."""
-    waiting: int
-    """Those that are not computed yet."""
-    reached_s: float
-    """When the engine has it."""
-    running: int = 0
-    """Its KV; 0 until it is prefilled."""
+    __slots__ = ("decode", "prefill", "reached_s", "running", "tokens", "uncached", "waiting")
+
+    def __init__(self, choice: Choice, tokens: int, uncached: int, reached_s: float) -> None:
+        self.prefill, self.decode, self.tokens = choice.prefill, choice.decode, tokens
+        self.uncached = self.waiting = uncached
+        """Prompt tokens that were to be computed, and those that are not computed yet."""
+        self.reached_s = reached_s
+        """When the engine has it."""
+        self.running = 0
+        """Its KV; 0 until it is prefilled."""
 
 
 @dataclass(slots=True)
@@ -112,14 +111,18 @@ class _Other:
         return _Other(message.serial, now, message.totals, message.begun, now, pace)
 
 
-@dataclass(slots=True)
 class _Account:
     """Of one instance: our own totals, when which change reached its engine, and its engine's word."""
 
-    own: Totals = NOTHING
-    changes: deque[tuple[float, Totals]] = field(default_factory=deque)
-    drift: Totals = NOTHING
-    sampled_s: float | None = None
+    __slots__ = ("changes", "drift", "own", "sampled_s")
+
+    def __init__(self) -> None:
+        self.own = [0, 0, 0, 0]
+        """As the fields of `Totals`."""
+        self.changes: deque[tuple[float, int, int, int, int]] = deque()
+        """When, and by how much each of the totals changed."""
+        self.drift = NOTHING
+        self.sampled_s: float | None = None
 
 
 class LoadBook:
@@ -134,7 +137,7 @@ class LoadBook:
         self.name = name
         self._ttl_s, self._flight_s, self._history_s = ttl_s, flight_s, history_s
         self._serial = serial
-        self._begun = NOTHING
+        self._begun = [0, 0, 0, 0]
         self._requests: dict[str, _Request] = {}
         self._accounts: dict[int, _Account] = {}
         self._others: dict[str, _Other] = {}
@@ -151,20 +154,24 @@ class LoadBook:
         """A request was sent where `choice` says. Routing it again, elsewhere, ends what it was before."""
         self.finished(ask.request, now)
         waiting = ask.tokens - choice.cached_tokens - choice.fetched_tokens
-        request = self._requests[ask.request] = _Request(
-            choice.prefill, choice.decode, ask.tokens, waiting, waiting, now + self._flight_s
-        )
-        self._begun = self._begun.plus(Totals(1, waiting))
-        self._change(request.prefill, Totals(1, waiting), now, request.reached_s, 1)
+        reached_s = now + self._flight_s
+        self._requests[ask.request] = _Request(choice, ask.tokens, waiting, reached_s)
+        begun = self._begun
+        begun[0] += 1
+        begun[1] += waiting
+        self._change(choice.prefill, now, reached_s, 1, waiting, 0, 0)
 
     def prefilled(self, request: str, now: float) -> None:
         """Its first token came."""
         it = self._requests.get(request)
         if it is not None and not it.running:
-            self._change(it.prefill, Totals(1, it.waiting), now, it.reached_s, -1)
+            reached_s = it.reached_s if it.reached_s > now else now
+            begun = self._begun
+            begun[2] += 1
+            begun[3] += it.tokens
+            self._change(it.prefill, now, reached_s, -1, -it.waiting, 0, 0)
             it.waiting, it.running = 0, it.tokens
-            self._begun = self._begun.plus(Totals(0, 0, 1, it.running))
-            self._change(it.decode, Totals(0, 0, 1, it.running), now, now, 1)
+            self._change(it.decode, now, now, 0, 0, 1, it.tokens)
 
     def progressed(self, request: str, computed_tokens: int, answered_tokens: int, now: float) -> None:
         """So many of its prompt's uncached tokens are computed, and so many of its answer have come, in all."""
@@ -172,21 +179,22 @@ class LoadBook:
         if it is None:
             return
         if it.running:
-            longer = Totals(0, 0, 0, it.tokens + answered_tokens - it.running)
-            self._change(it.decode, longer, now, now, 1)
+            self._change(it.decode, now, now, 0, 0, 0, it.tokens + answered_tokens - it.running)
             it.running = it.tokens + answered_tokens
         else:
             left = min(it.waiting, max(it.uncached - computed_tokens, 0))
-            self._change(it.prefill, Totals(0, it.waiting - left), now, it.reached_s, -1)
+            self._change(it.prefill, now, max(now, it.reached_s), 0, left - it.waiting, 0, 0)
             it.waiting = left
 
     def finished(self, request: str, now: float) -> None:
         """It ended, however, or was lost; nothing if it is not known."""
         it = self._requests.pop(request, None)
-        if it is not None and it.running:
-            self._change(it.decode, Totals(0, 0, 1, it.running), now, now, -1)
-        elif it is not None:
-            self._change(it.prefill, Totals(1, it.waiting), now, it.reached_s, -1)
+        if it is None:
+            return
+        if it.running:
+            self._change(it.decode, now, now, 0, 0, -1, -it.running)
+        else:
+            self._change(it.prefill, now, max(now, it.reached_s), -1, -it.waiting, 0, 0)
 
     def left(self, instance: int) -> None:
         """An instance is gone, with all that waited and ran there; its number may be given to another."""
@@ -203,13 +211,13 @@ class LoadBook:
     def publish(self) -> Published:
         """Our own totals, for all other Conductors; to be said now and then, and whenever they have changed much."""
         self._serial += 1
-        own = {number: account.own for number, account in self._accounts.items() if account.own != NOTHING}
-        return Published(self.name, self._serial, own, self._begun)
+        own = {number: Totals._make(account.own) for number, account in self._accounts.items() if any(account.own)}
+        return Published(self.name, self._serial, own, Totals(*self._begun))
 
     def bye(self) -> Published:
         """Our last message: our requests end with us."""
         self._serial += 1
-        return Published(self.name, self._serial, {}, self._begun)
+        return Published(self.name, self._serial, {}, Totals(*self._begun))
 
     def heard(self, message: Published, now: float) -> None:
         """What another Conductor said; nothing if something later is known already."""
@@ -236,13 +244,15 @@ class LoadBook:
     ) -> None:
         """What an engine had at `sampled_s`. Tokens that it does not count are taken as in proportion to its requests.
         Nothing if it is older than `history_s`, or than what it said before."""
-        account = self._accounts.setdefault(instance, _Account())
+        account = self._accounts.get(instance)
+        if account is None:
+            account = self._accounts[instance] = _Account()
         if sampled_s < now - self._history_s or (account.sampled_s is not None and sampled_s < account.sampled_s):
             return
-        then = account.own
-        for when, change in account.changes:
+        then = Totals._make(account.own)
+        for when, *change in account.changes:
             if when > sampled_s:
-                then = then.plus(change, -1)
+                then = then.plus(Totals._make(change), -1)
         then = then.plus(self._others_said(now).get(instance, NOTHING))
         if waiting_tokens is None:
             waiting_tokens = _in_proportion(then.waiting_tokens, then.waiting_requests, waiting_requests)
@@ -256,11 +266,16 @@ class LoadBook:
     def own(self, instance: int) -> Totals:
         """What of it is ours."""
         account = self._accounts.get(instance)
-        return account.own if account is not None else NOTHING
+        return Totals._make(account.own) if account is not None else NOTHING
 
     def load(self, instance: int, now: float) -> Totals:
         """All that waits and runs at an instance, as far as it was said."""
         return self._load(instance, self._others_said(now).get(instance, NOTHING), now)
+
+    @property
+    def drifts(self) -> bool:
+        """Whether loads change by themselves within a moment, as what others begin at their pace does."""
+        return bool(self._others)
 
     def fill(self, instances: Mapping[int, Instance], now: float) -> None:
         """Write the loads, and when anybody but ourselves has said something of them, into what a policy reads."""
@@ -276,7 +291,7 @@ class LoadBook:
     def _load(self, instance: int, others: Totals, now: float) -> Totals:
         total, account = others, self._accounts.get(instance)
         if account is not None:
-            total = total.plus(account.own)
+            total = total.plus(Totals._make(account.own))
             if account.sampled_s is not None and now < account.sampled_s + self._ttl_s:
                 total = total.plus(account.drift)
         return Totals(*(max(it, 0) for it in total))
@@ -306,13 +321,22 @@ class LoadBook:
             self._said_until_s = min((it.heard_s for it in self._others.values()), default=inf) + self._ttl_s
         return self._said
 
-    def _change(self, instance: int, change: Totals, now: float, reached_s: float, sign: int) -> None:
-        """More (1) or less (-1) of our own at an instance, whose engine does not know before `reached_s`."""
-        account = self._accounts.setdefault(instance, _Account())
-        account.own = account.own.plus(change, sign)
-        account.changes.append((max(now, reached_s), NOTHING.plus(change, sign)))
-        while account.changes[0][0] < now - self._history_s:
-            account.changes.popleft()
+    def _change(
+        self, instance: int, now: float, reached_s: float, waiting: int, waiting_tokens: int, running: int, tokens: int
+    ) -> None:
+        """More or less of our own at an instance, whose engine does not know before `reached_s`, which is not past."""
+        account = self._accounts.get(instance)
+        if account is None:
+            account = self._accounts[instance] = _Account()
+        own, changes = account.own, account.changes
+        own[0] += waiting
+        own[1] += waiting_tokens
+        own[2] += running
+        own[3] += tokens
+        changes.append((reached_s, waiting, waiting_tokens, running, tokens))
+        past_s = now - self._history_s
+        while changes[0][0] < past_s:
+            changes.popleft()
 
 
 def evened(amounts: Sequence[int], more: float) -> list[int]:

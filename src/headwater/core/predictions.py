@@ -55,6 +55,7 @@ class Quantity(StrEnum):
     TPOT = "tpot"
 
 
+TTFT = Quantity.TTFT
 FLOOR_S = {Quantity.TTFT: 0.02, Quantity.TPOT: 0.001}
 """Added to both before they are divided: 5 ms instead of 1 are off by a factor of 5, and no SLO cares."""
 
@@ -73,13 +74,15 @@ class Window:
     def __len__(self) -> int:
         return len(self._last)
 
-    def add(self, value: float, now: float = 0.0) -> None:
-        """Add one; the oldest leaves when there are too many, and all that are too old."""
+    def add(self, value: float, now: float = 0.0) -> list[float]:
+        """Add one; the oldest leaves when there are too many, and all that are too old. What there is then, in order of
+        size: only to be read, and until the next one."""
         last, ordered = self._last, self._sorted
         while last and (len(last) == self._size or last[0][0] < now - self._age_s):
             del ordered[bisect_left(ordered, last.popleft()[1])]
         last.append((now, value))
         insort(ordered, value)
+        return ordered
 
     def quantile(self, share: float) -> float:
         """The least number that `share` of all do not exceed; only where there is one."""
@@ -116,7 +119,8 @@ class Predictions:
 
     def __init__(self, quantile: float = QUANTILE) -> None:
         assert 0 < quantile <= 1, f"{quantile=}"
-        self._quantile = quantile
+        self._ranks = [max(math.ceil(quantile * count) - 1, 0) for count in range(WINDOW_ALL + 1)]
+        """Where the quantile of so many is, in order."""
         self._ttft, self._tpot = _Tracks(FLOOR_S[Quantity.TTFT]), _Tracks(FLOOR_S[Quantity.TPOT])
 
     def __repr__(self) -> str:
@@ -126,26 +130,30 @@ class Predictions:
         self, quantity: Quantity, instance: int, predicted: float, actual: float, now: float, floor_s: float = 0.0
     ) -> None:
         """What was predicted, without margin, and what came; seconds. Differences well below `floor_s` do not count."""
-        tracks = self._tracks(quantity)
-        floor_s = max(floor_s, tracks.floor_s)
+        tracks = self._ttft if quantity is TTFT else self._tpot
+        if floor_s < tracks.floor_s:
+            floor_s = tracks.floor_s
         ratio = (actual + floor_s) / (predicted + floor_s)
         track = tracks.each.get(instance)
         if track is None:
             track = tracks.each[instance] = _Track(WINDOW)
         for it in (track, tracks.every):
             it.calibration.add(predicted, actual)
-            it.window.add(ratio, now)
+            ordered = it.window.add(ratio, now)
+            count = len(ordered)
             it.heard_s = now
-            it.margin = min(max(it.window.quantile(self._quantile), MARGIN_LEAST), MARGIN_MOST)
-            it.trust = min(len(it.window) / LEAST_COUNT, 1.0)
+            margin = ordered[self._ranks[count]]
+            it.margin = MARGIN_LEAST if margin < MARGIN_LEAST else MARGIN_MOST if margin > MARGIN_MOST else margin
+            it.trust = count / LEAST_COUNT if count < LEAST_COUNT else 1.0
 
     def margin(self, quantity: Quantity, instance: int, now: float) -> float:
         """By how much to multiply a prediction to have it hold `quantile` of the times; 1 while nothing is known."""
-        tracks = self._ttft if quantity is Quantity.TTFT else self._tpot
+        tracks = self._ttft if quantity is TTFT else self._tpot
         track = every = tracks.every
         more = (every.margin - 1.0) * every.trust
-        if instance in tracks.each:
-            track = tracks.each[instance]
+        own = tracks.each.get(instance)
+        if own is not None:
+            track = own
             more += (track.margin - 1.0 - more) * track.trust
         quiet_s = now - track.heard_s - QUIET_S
         return 1.0 + (more * 2.0 ** (-quiet_s / HALF_S) if quiet_s > 0 else more)

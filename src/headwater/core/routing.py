@@ -23,7 +23,7 @@ node to the other's, and the decode's decode_s. Of the instances of a node only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, inf
 from typing import Any, NamedTuple, TypeVar
@@ -107,8 +107,9 @@ class Weighed(NamedTuple):
 _Kind = tuple[dict[int, float], float, float]
 """What instances of equal times share for one prompt: its prefill after so many cached tokens; `_floors`."""
 
-Row = tuple[float, int, int, float, float, float, int, int, Place | None]
-"""The fields of `Weighed`: there is one for each instance and request, and a plain tuple is made in no time."""
+Row = tuple[float, int, int, float, float, float, int, int, Place | None, float]
+"""The fields of `Weighed`, but for the last: the seconds of one token there, 0 where nobody asked. There is one for each
+instance and request, and a plain tuple is made in no time."""
 
 
 def can_prefill(ask: Ask, it: Instance) -> bool:
@@ -207,6 +208,8 @@ class Headwater:
         self._unit = 1.0
         # When an instance was given something last, and its new KV until then, of which the older counts less.
         self._made: dict[int, tuple[float, float]] = {}
+        self.weighed: list[Row] | None = None
+        """What `choose` weighed last, for whoever wants to `tell` it later; None where that is not everything."""
 
     def __repr__(self) -> str:
         return f"Headwater({self._turn} choices, {len(self._turns)} instances, {self.knobs})"
@@ -222,16 +225,24 @@ class Headwater:
         best = min(rows)
         if self.knobs.sticky_s > 0:
             best = self._stay(ask, best, rows)
-        _, _, number, queue, fetch, prefill, cached, fetched, source = best
-        decode, tpot = decoding(ask, fleet.instances[number])
+        _, _, number, queue, fetch, prefill, cached, fetched, source, tpot = best
+        if tpot and self.weighed is rows:
+            decode = ask.output_tokens * tpot
+        else:
+            decode, tpot = decoding(ask, fleet.instances[number])
         return Choice(number, number, Parts(queue, fetch, prefill, decode), cached, fetched, source, tpot)
 
     def explain(self, ask: Ask, held: Held, fleet: Fleet) -> list[Weighed]:
         """All that can prefill it, the best first, by the same sums as `choose`."""
-        found = [Weighed(*row) for row in sorted(self._weigh(ask, held, fleet, has_roles(fleet), every=True))]
+        found = [Weighed(*row[:9]) for row in sorted(self._weigh(ask, held, fleet, has_roles(fleet), every=True))]
         decodes = {it.instance: decoding(ask, fleet.instances[it.instance])[0] for it in found}
         only = {it.instance for it in found if fleet.instances[it.instance].role is PREFILL}
         return [it if it.instance in only else it._replace(decode_s=decodes[it.instance]) for it in found]
+
+    @staticmethod
+    def tell(rows: Sequence[Row], output_tokens: int) -> list[Weighed]:
+        """What `explain` said when these were `weighed`."""
+        return [Weighed(*row[:9], output_tokens * row[9]) for row in sorted(rows)]
 
     def recalled(self, numbers: Iterable[int], share: float = 1.0) -> Headwater:
         """A policy that explains this moment later, to a fleet of these instances, which are so much of all of them."""
@@ -290,7 +301,7 @@ class Headwater:
         passes = not every and len(fleet.instances) > FEW
         stale_s = knobs.stale_s
         kinds: dict[int, _Kind] = {}
-        times, most_s = None, inf
+        times, most_s, stale = None, inf, False
         rows: list[Row] = []
         for number, it in fleet.instances.items():
             if it.times is not times:
@@ -307,36 +318,45 @@ class Headwater:
                 cached = tokens - 1  # the last token is always computed: its result is the answer's first
             waiting, running, kv = it.waiting_tokens, it.running_requests, it.running_tokens + tokens
             if it.late_s > stale_s:
-                waiting, running, kv = 0, 0, tokens
-            least = least_s + waiting * token_s
+                waiting, running, kv, stale = 0, 0, tokens, True
+            if passes:
+                least = least_s + waiting * token_s
+                if sources is not None and it.node is not None:
+                    if least + work * token_s * (tokens - max(cached, sources.most_tokens)) > most_s:
+                        continue
             if sources is not None and it.node is not None:
-                if least + work * token_s * (tokens - max(cached, sources.most_tokens)) > most_s:
-                    continue
                 fetch, prefill, fetched, source = sources.best(it.node, cached, times)
             else:
                 fetch, fetched, source = 0.0, 0, None
-                if cached in prefills:
-                    prefill = prefills[cached]
-                else:
-                    prefill = prefills[cached] = times.prefill_s(tokens - cached, cached)
-            if least + fetch + work * prefill > most_s:
+                known = prefills.get(cached)
+                if known is None:
+                    known = prefills[cached] = times.prefill_s(tokens - cached, cached)
+                prefill = known
+            if passes and least + fetch + work * prefill > most_s:
                 continue
             if not it.alive or it.draining or it.role is DECODE or it.capacity_tokens < tokens or it.model != model:
                 continue
-            requests = it.waiting_requests or 1
-            mean = waiting / requests
-            if mean > step or kv > it.capacity_tokens or waiting < 0:
+            queue = 0.0
+            if kv > it.capacity_tokens or waiting < 0:
                 queue = queue_s(it, tokens, output)
-            else:  # the same, as it mostly is, without a call
-                queue = requests * fixed + waiting * (token + token2 * mean) if waiting else 0.0
+            elif waiting:
+                requests = it.waiting_requests or 1
+                mean = waiting / requests
+                if mean > step:
+                    queue = queue_s(it, tokens, output)
+                else:  # the same, as it mostly is, without a call
+                    queue = requests * fixed + waiting * (token + token2 * mean)
             cost = queue + fetch + (work + stall * running) * prefill
             late = late_of(number, 0.0)
             if late > late_free:
                 cost += late_weight * (late - late_free)
+            decode = 0.0
             if own:
                 decode = base + each * (running + 1) + kv * (linear + square * kv)  # EngineTimes.decode_s
                 if decode > 0:
                     cost += own * decode
+                else:
+                    decode = 0.0
             if evict:
                 then, made = made_of(number, NEVER)
                 if made > 0:
@@ -344,9 +364,10 @@ class Headwater:
                     # So much KV a while makes what is there last capacity / made whiles.
                     lasts = exp(-it.capacity_tokens / max(made, 1.0))
                     cost += evict * (tokens - cached) * token * lasts
-            rows.append((cost, turn_of(number, 0), number, queue, fetch, prefill, cached, fetched, source))
+            rows.append((cost, turn_of(number, 0), number, queue, fetch, prefill, cached, fetched, source, decode))
             if passes and cost < most_s:
                 most_s = cost * ROUNDING
+        self.weighed = None if passes or not own or stale else rows
         return rows
 
     def _stay(self, ask: Ask, best: Row, rows: list[Row]) -> Row:

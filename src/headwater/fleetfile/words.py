@@ -174,6 +174,6 @@ def _variable(variable: str, value: object, place: str, secrets: Secrets) -> str
 def network(value: object) -> str:
     """A network of addresses, as 10.0.0.0/8."""
     try:
-        return str(ip_network(str(value)))
-    except ValueError as error:
-        raise ValueError(f"{error}; write one like 10.0.0.0/8") from None
+        return str(ip_network(text(value).strip()))
+    except ValueError:
+        raise ConfigError("not a network like 10.0.0.0/8, with no bits of a host in it") from None

@@ -13,7 +13,8 @@ A process that dies before it ever was ready is tried TRIES times, because someb
 taken down, with the end of its log as the reason. What was ready once is started again for ever; the others go on.
 
 `stop` drains: the Conductor first (it takes no more and ends its streams), then engines, nodes, the directory; each
-kind at once, and the next when all of it are gone. A second `stop` kills whatever is left.
+kind at once, and the next when all of it are gone. An engine that only starts has nothing to end, and may not listen to
+signals for a minute: it is killed. A second `stop` kills whatever is left.
 """
 
 from __future__ import annotations
@@ -241,8 +242,11 @@ class Supervisor:
             mine = [it for it in self._units if it.process.kind is kind and it.child is not None]
             for unit in mine:
                 assert unit.child is not None
+                if kind is Kind.ENGINE and unit.state is State.STARTING:
+                    unit.child.kill()
+                else:
+                    unit.child.send(signal.SIGTERM)
                 self._become(unit, State.ENDING)
-                unit.child.send(signal.SIGTERM)
             while mine := [it for it in mine if not self._has_ended(it)]:
                 self._wait()
 

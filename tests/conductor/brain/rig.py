@@ -89,6 +89,7 @@ class MadeSight:
         self.extra: Held = {}
         self.forgotten: list[int] = []
         self.most: int | None = None
+        self.in_store: bool | None = None
         self._known: tuple[object, str, Sequence[Lens]] = (None, "", ())
 
     def lenses(self, model: str, salt: str, ids: Sequence[int]) -> Sequence[Lens]:
@@ -127,6 +128,10 @@ class MadeSight:
         for lens in lenses:
             for key in lens.keys:
                 self.places.get(key, set()).discard(number)
+
+    def stored(self, number: int, model: str, lenses: Sequence[Lens]) -> bool | None:
+        """See `Sight`."""
+        return self.in_store
 
     def left(self, number: int) -> None:
         """See `Sight`."""

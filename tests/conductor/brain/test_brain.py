@@ -488,6 +488,24 @@ def test_a_request_in_prefill_is_not_taken_for_one_that_decodes() -> None:
     assert (it.waiting_requests, it.waiting_tokens, it.running_requests) == (1, 900, 0)
 
 
+def test_an_answer_in_one_piece_that_comes_early_leads_nobody_for_ever() -> None:
+    rig = BrainRig(2, quiet=True)
+    for number in range(5):
+        rig.finish(rig.take(prompt(number), stream=False))
+        rig.timers.run(10.0)
+    rig.take(prompt(9))
+    assert len(rig.brain.choosing.alike) == 1
+
+
+def test_each_model_has_its_own_bytes_a_token() -> None:
+    rig = BrainRig(1, quiet=True)
+    rig.roster.register(spec("other", served_name="n"), 1)
+    rig.brain.choosing.kv_bytes_per_token = {"m": 1000, "n": 7}.__getitem__
+    for model, size in (("m", 1000), ("n", 7), ("m", 1000)):
+        rig.take(prompt(1), model=model)
+        assert rig.brain.fleet.kv_bytes_per_token == size
+
+
 def test_an_instance_that_leaves_is_forgotten_by_all() -> None:
     rig = BrainRig(2, quiet=True)
     clients = [rig.take(prompt(it)) for it in range(4)]

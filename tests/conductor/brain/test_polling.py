@@ -112,17 +112,34 @@ def test_slow_start_after_a_while_away_and_not_after_a_blink() -> None:
     rig.polling.trouble(0, "closed")
     rig.timers.run(0.3)
     assert rig.alive() == [True, True] and rig.polling.share(0, rig.timers.now) == 1.0
+    assert not rig.polling.was_away(0)
     rig.say(0, "refused")
     rig.polling.trouble(0, "refused")
     rig.timers.run(AWAY_S)
     rig.say(0, (200, b""))
     while not rig.alive()[0]:
         rig.timers.step()
+    assert rig.polling.was_away(0) and not rig.polling.was_away(1)
     shares = []
     for _ in range(6):
         shares.append(rig.polling.share(0, rig.timers.now))
         rig.timers.run(SLOW_S / 5)
     assert shares[0] == SLOW_SHARE and shares == sorted(shares) and shares[-1] == 1.0 and shares[1] < 0.5
+
+
+def test_whether_anybody_has_answered_yet() -> None:
+    rig = PollingRig()
+    rig.say(0, None)
+    rig.say(1, "refused")
+    assert rig.polling.answered() is None
+    rig.timers.run(1.0)
+    assert rig.polling.answered() is None, "one of them has not said anything"
+    rig.timers.run(DEADLINE_S)
+    assert rig.polling.answered() is False
+    rig.say(1, (200, b""))
+    rig.timers.run(10.0)
+    assert rig.polling.answered() is True
+    assert PollingRig(0).polling.answered() is False
 
 
 def test_no_answer_is_a_failure_after_its_deadline() -> None:

@@ -133,6 +133,7 @@ class Worker:
             sight=self.sight,  # type: ignore[arg-type]
             registry=self.registry,
             tenants=self.tenants,
+            tokens=lambda: {"models": {"m": {"mode": "local", "verified": True}}},
             counts=self.counts,
             is_ready=lambda: self.ready,
             drain=self._drain,

@@ -53,7 +53,7 @@ anything = st.recursive(
 
 @given(st.lists(st.fixed_dictionaries({"brain": anything, "sight": anything, "tenants": anything}), max_size=3))
 def test_no_state_makes_it_fail(states: list[dict[str, object]]) -> None:
-    assert set(merged(states)) == {"brain", "sight", "tenants"}
+    assert set(merged(states)) == {"brain", "sight", "tenants", "tokens"}
 
 
 def test_of_one_worker_nothing_changes() -> None:

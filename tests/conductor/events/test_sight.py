@@ -326,6 +326,28 @@ def test_nodes_count_in_chunks_and_engines_in_blocks() -> None:
     assert sight.kv_bytes_per_token("m") == 1000
 
 
+def test_whether_a_prompt_is_stored_for_others() -> None:
+    sight = Sight(["n0", "n1"])
+    sight.joined(0, spec())
+    sight.joined(1, spec("b", node=None))
+    assert sight.stored(0, "m", sight.lenses("m", "", IDS)) is None, "its node has said nothing"
+    sight.registered(0, [registration()])
+    lenses = sight.lenses("m", "", IDS)
+    assert [sight.stored(number, "m", lenses) for number in (0, 1, 2)] == [False, None, None]
+    keys = chunk_keys(RECORD.root(), IDS, 32)
+    sight.node_changed(1, Tier.HOST, keys, [])
+    sight.node_changed(0, Tier.HOST, keys[:-1], [])
+    assert sight.stored(0, "m", lenses) is False
+    sight.node_changed(0, Tier.HOST, keys[-1:], [])
+    assert sight.stored(0, "m", lenses) is True
+    assert sight.stored(0, "m", sight.lenses("m", "", IDS[:31])) is True, "it has no whole chunk"
+    sight.node_forgotten(0)
+    assert sight.stored(0, "m", lenses) is None
+    sight.registered(0, [registration()])
+    sight.node_changed(0, Tier.DISK, keys, [])
+    assert sight.stored(0, "m", lenses) is True
+
+
 def test_one_way_of_counting_does_where_blocks_are_chunks() -> None:
     sight = Sight(["n0"])
     device = sight.joined(0, spec())

@@ -323,6 +323,37 @@ def test_instances_that_leave_take_their_sockets_along() -> None:
     in_loop(run)
 
 
+def test_who_was_away_is_asked_whether_it_has_begun_anew_and_is_not_forgotten() -> None:
+    async def run(rig: Rig) -> None:
+        it = rig.publisher(buffer=10)
+        await rig.connected()
+        for _ in range(100):
+            it.step()
+            await rig.agrees()
+        asked, before = len(it.requests), rig.claimed()
+        rig.sources.back(0)
+        assert rig.claimed() == before, "more than the engine could say again"
+        await rig.agrees()
+        assert rig.claimed() == before and len(it.requests) == asked + 1 and not rig.state()["resyncs"]
+        it.engine = ToyEngine(random.Random(2), 10)
+        rig.sources.back(0)
+        await rig.agrees()
+        assert rig.state()["restarts"] == 1 and not rig.claimed()
+
+    in_loop(run)
+
+
+def test_who_was_away_and_publishes_nothing_may_hold_nothing() -> None:
+    async def run(rig: Rig) -> None:
+        rig.sources.add(0, InstanceSpec("e0", "m", "m", block_tokens=BLOCK))
+        rig.sight.expect(0, rig.sight.lenses("m", "", [1] * 4 * BLOCK))
+        assert rig.claimed()
+        rig.sources.back(0)
+        assert not rig.claimed()
+
+    in_loop(run)
+
+
 def test_keys_with_another_root_are_told_again() -> None:
     async def run(rig: Rig) -> None:
         it = rig.publisher()

@@ -33,7 +33,7 @@ WHOLE: Mapping[str, tuple[int, int]] = {
 NEVER = ("kv_transfer_params", "ec_transfer_params", "kv_hints", "request_id", "chat_template", "priority")
 """Of clients, to instances without priorities."""
 HEADERS = frozenset({
-    "host", "content-type", "content-length", "x-request-id", "traceparent", "tracestate", "baggage", "x-session-id",
+    "host", "content-type", "content-length", "accept-encoding", "x-request-id", "traceparent", "tracestate", "baggage", "x-session-id",
 })  # fmt: skip
 """The only ones that an instance gets."""
 
@@ -51,20 +51,22 @@ def message(body: bytes, path: str = "/v1/chat/completions", more: str = "", met
     return f"{method} {path} HTTP/1.1\r\nHost: a\r\n{more}Content-Length: {len(body)}\r\n\r\n".encode("latin-1") + body
 
 
-async def told(reader: asyncio.StreamReader, within_s: float = WITHIN_S) -> Told:
-    """The next answer; raises IncompleteReadError where there is none."""
+async def told(reader: asyncio.StreamReader, within_s: float = WITHIN_S, *, to_head: bool = False) -> Told:
+    """The next answer, `to_head` for one to HEAD; raises IncompleteReadError where there is none."""
     async with asyncio.timeout(within_s):
-        return await _told(reader)
+        return await _told(reader, to_head=to_head)
 
 
-async def _told(reader: asyncio.StreamReader) -> Told:
+async def _told(reader: asyncio.StreamReader, *, to_head: bool) -> Told:
     head = b"HTTP/1.1 100"
     while head.startswith(b"HTTP/1.1 100"):
         head = await reader.readuntil(b"\r\n\r\n")
     line, *lines = head.decode("latin-1").split("\r\n")[:-2]
     headers = {name.lower(): value.strip() for name, _, value in (it.partition(":") for it in lines)}
     body = b""
-    if "content-length" in headers:
+    if to_head:
+        pass
+    elif "content-length" in headers:
         body = await reader.readexactly(int(headers["content-length"]))
     elif headers.get("transfer-encoding") == "chunked":
         while size := int(await reader.readuntil(b"\r\n"), 16):
@@ -94,13 +96,15 @@ async def all_told(port: int, *pieces: bytes, within_s: float = WITHIN_S) -> lis
 
 def check_forwarded(received: Received, *, strict: bool = True) -> None:
     """What we promise of everything that an instance is sent; `strict` is for instances that know no priorities."""
-    names = set(received.headers)
-    assert names <= HEADERS, f"headers {names - HEADERS}"
-    assert len(received.names) == len(names), "a header is there twice"
-    assert received.headers["x-request-id"].startswith("hw-")
     if received.method != "POST":
         assert not received.body
         return
+    names = set(received.headers)
+    asks = received.path.endswith("completions")
+    assert names <= HEADERS | {"accept"}, f"headers {names - HEADERS}"
+    assert received.headers.get("accept-encoding", "identity") == "identity"
+    assert len(received.names) == len(names), "a header is there twice"
+    assert not asks or received.headers["x-request-id"].startswith("hw-")
     fields = json.loads(received.body, parse_constant=_no_constant)
     assert type(fields) is dict
     for name in NEVER if strict else NEVER[:-1]:
@@ -116,8 +120,13 @@ def check_forwarded(received: Received, *, strict: bool = True) -> None:
     if received.path.startswith("/v1/chat"):
         assert fields["messages"] and all(type(it) is dict and type(it["role"]) is str for it in fields["messages"])
         assert all(type(it) is dict for it in fields.get("tools") or ())
-    elif fields.get("prompt_embeds") is None:
+    elif asks and fields.get("prompt_embeds") is None:
         assert type(fields["prompt"]) in (str, list) and (fields["prompt"] or fields["prompt"] == "")
+
+
+def first_wins(body: bytes) -> Any:
+    """A body as somebody reads it for whom the first of equal keys counts."""
+    return json.loads(body, object_pairs_hook=lambda pairs: dict(reversed(pairs)))
 
 
 def _no_constant(name: str) -> None:

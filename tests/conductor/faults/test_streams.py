@@ -23,17 +23,20 @@ from tests.conductor.faults.clients import (
     check_quiet,
     check_whole,
     gather,
+    undisturbed,
 )
+from tests.conftest import MODEL
 from tests.conductor.running import Answer, Fleet, chat, running
 
 TOKENS = 12
+TIMES = {"first_s": 1.0, "silent_s": 1.0}
 USAGE = {"include_usage": True}
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     """Three engines; streams that are silent for a while are lost."""
-    with TemporaryDirectory(prefix="hw") as folder, running(Path(folder), 3, times={"silent_s": 1.0}) as it:
+    with TemporaryDirectory(prefix="hw") as folder, running(Path(folder), 3, times=TIMES) as it:
         yield it
 
 
@@ -139,8 +142,25 @@ def test_two_die_in_a_row(fleet: Fleet, path: str) -> None:
     check_whole(answer, path, body)
 
 
-@PATHS
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_prompt_of_ids(fleet: Fleet) -> None:
+    for at in (0, 1, 6, TOKENS):
+        scripted(fleet, Script(close_at=at))
+        body = {**asked(COMPLETION, ""), "prompt": [2000 + at, 2001, 2002, 2003, 2004]}
+        (answer,) = gather(ask(fleet.port, COMPLETION, body))
+        check_whole(answer, COMPLETION, body)
+
+
+def test_what_cannot_move_ends_with_an_error_and_before_the_first_token_goes_elsewhere(fleet: Fleet) -> None:
+    body = asked(CHAT, "two of them", n=2)
+    scripted(fleet, Script(close_at=3))
+    (answer,) = gather(ask(fleet.port, CHAT, body))
+    assert check_error(answer)["code"] == "stream_lost"
+    scripted(fleet, Script(close_at=0))
+    (answer,) = gather(ask(fleet.port, CHAT, body))
+    assert len([it for it in answer.events if it["choices"] and it["choices"][0]["finish_reason"]]) == 2
+
+
+@pytest.mark.parametrize(("path", "stream"), [(CHAT, True), (COMPLETION, False)], ids=["stream", "whole"])
 def test_all_die_and_the_client_is_told_soon(fleet: Fleet, path: str, stream: bool) -> None:
     body = {**asked(path, "all die"), "stream": stream}
     if not stream:
@@ -167,3 +187,155 @@ def test_all_die_and_the_client_is_told_soon(fleet: Fleet, path: str, stream: bo
     (later,) = gather(ask(fleet.port, path, body))
     assert later.status == 503 and time.monotonic() - begun_s < 3.0
     assert int(later.headers["retry-after"]) >= 1
+
+
+def test_fifty_streams_while_one_of_three_dies(fleet: Fleet) -> None:
+    gate = Gate()
+    for it in fleet.engines:
+        it.otherwise = Script(gate=gate)
+    asks = [(path, asked(path, f"one of fifty {at}")) for at in range(25) for path in (CHAT, COMPLETION)]
+    lost = 0
+
+    async def dies() -> None:
+        nonlocal lost
+        while sum(it.running for it in fleet.engines) < len(asks):
+            await asyncio.sleep(0.001)
+        gate.open(len(asks) * TOKENS // 3)
+        while gate.tokens:
+            await asyncio.sleep(0.001)
+        dying = max(fleet.engines, key=lambda it: it.running)
+        lost = dying.running
+        await in_thread(kill, dying)
+        gate.open()
+
+    _, *answers = gather(dies(), *(ask(fleet.port, path, body) for path, body in asks))
+    assert lost >= 10
+    for (path, body), answer in zip(asks, answers, strict=True):
+        check_whole(answer, path, body)
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(not MODEL.exists(), reason="the model is not here; scripts/setup_env.py fetches it")
+def test_streams_move_where_tokens_are_counted_here_as_well(tmp_path: Path) -> None:
+    named = {"model": str(MODEL), "served_name": "toy"}
+    with running(tmp_path, 2, instance=named, tokens="local") as fleet:
+        for path in (CHAT, COMPLETION):
+            for at in (0, 1, 5, TOKENS):
+                scripted(fleet, Script(close_at=at))
+                body = asked(path, f"counted here {at}")
+                (answer,) = gather(ask(fleet.port, path, body))
+                check_whole(answer, path, body)
+        assert b'headwater_conductor_prompts_total{how="local"} 8' in fleet.control("GET", "/metrics").body
+        check_quiet(fleet)
+
+
+# ---- an instance misbehaves
+
+
+BROKEN = {
+    "500": Script(status=500),
+    "503": Script(status=503),
+    "401": Script(status=401),
+    "error-body": Script(error_body=True),
+    "error-first": Script(error_at=0),
+    "error-later": Script(error_at=4),
+    "closes-first": Script(close_at=0),
+    "closes-later": Script(close_at=4),
+    "torn-first": Script(close_at=0, torn=True),
+    "torn-later": Script(close_at=4, torn=True),
+    "ends-first": Script(end_at=0),
+    "ends-later": Script(end_at=4),
+    "no-done": Script(no_done=True),
+    "no-end": Script(no_end=True),
+    "silent": Script(silent=True),
+    "hangs-first": Script(hang_at=0),
+    "hangs-later": Script(hang_at=4),
+    "short": Script(short=True),
+    "byte-by-byte": Script(split=1),
+    "torn-bytes": Script(split=3, close_at=5, torn=True),
+}
+
+
+def check_one(answer: Answer, path: str, body: dict[str, Any]) -> None:
+    """A whole answer, streamed or not."""
+    if body["stream"]:
+        check_whole(answer, path, body)
+        return
+    assert answer.status == 200, answer.body[-500:]
+    assert answer.text == undisturbed(path, body).text
+    assert answer.json["usage"]["completion_tokens"] == TOKENS
+
+
+def batch(text: str, count: int = 3) -> list[tuple[str, dict[str, Any]]]:
+    """So many requests of each kind, streamed and not."""
+    asks = []
+    for at in range(count):
+        for path in (CHAT, COMPLETION):
+            asks.append((path, asked(path, f"{text} {at} streamed")))
+            whole = {**asked(path, f"{text} {at} whole"), "stream": False}
+            del whole["stream_options"]
+            asks.append((path, whole))
+    return asks
+
+
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_one_of_three_misbehaves_and_nobody_notices(fleet: Fleet, name: str) -> None:
+    bad = fleet.engines[0]
+    bad.otherwise = BROKEN[name]
+    before = len(bad.asked)
+    asks = batch(name)
+    answers = gather(*(ask(fleet.port, path, body) for path, body in asks))
+    assert len(bad.asked) > before, "the one that misbehaves was not asked"
+    for (path, body), answer in zip(asks, answers, strict=True):
+        check_one(answer, path, body)
+
+
+HOPELESS = {
+    "500": Script(status=500),
+    "error-body": Script(error_body=True),
+    "error": Script(error_at=2),
+    "closes": Script(close_at=2),
+    "torn-bytes": Script(close_at=2, torn=True, split=3),
+    "ends": Script(end_at=2),
+}
+
+
+@pytest.mark.parametrize("name", list(HOPELESS))
+def test_all_misbehave_and_clients_get_errors(fleet: Fleet, name: str) -> None:
+    for it in fleet.engines:
+        it.otherwise = HOPELESS[name]
+    asks = [(path, body) for path, body in batch(name, 2) if body["stream"] or name in ("500", "error-body", "closes")]
+    for answer in gather(*(ask(fleet.port, path, body) for path, body in asks)):
+        error = check_error(answer)
+        assert error["code"] in ("stream_lost", "instance_lost", "no_instance"), error
+        assert "scripted" not in error["message"]
+    for it in fleet.engines:
+        it.otherwise = Script()
+    path, body = CHAT, asked(CHAT, "afterwards")
+    (answer,) = gather(ask(fleet.port, path, body))
+    check_whole(answer, path, body)
+
+
+def test_the_clients_own_error_is_passed_on(fleet: Fleet) -> None:
+    for it in fleet.engines:
+        it.otherwise = Script(status=400)
+    for answer in gather(*(ask(fleet.port, path, body) for path, body in batch("wrong", 1))):
+        assert answer.status == 400 and check_error(answer)["message"] == "scripted"
+    assert sum(len(it.asked) for it in fleet.engines) >= 4
+
+
+def test_an_event_of_ten_megabytes(fleet: Fleet) -> None:
+    huge_bytes = 10 << 20
+    for path in (CHAT, COMPLETION):
+        scripted(fleet, Script(huge_bytes=huge_bytes))
+        body = asked(path, f"huge {path}")
+        besides = batch(f"beside the huge {path}", 1)
+        answer, *others = gather(ask(fleet.port, path, body), *(ask(fleet.port, p, it) for p, it in besides))
+        answers = [answer, *others]
+        sizes = sorted(len(it.text) for it in answers)
+        assert sizes[-1] > huge_bytes and sizes[-2] < 1000
+        for (where, it), answer in zip([(path, body), *besides], answers, strict=True):
+            if len(answer.text) < huge_bytes:
+                check_one(answer, where, it)
+            else:
+                assert answer.text.replace("x" * huge_bytes, "") == undisturbed(where, it).text

@@ -159,6 +159,23 @@ async def test_says_later_why_there_are_none(own: Path, tmp_path: Path, caplog: 
 
 
 @in_loop
+async def test_without_a_tokenizer_the_engines_are_asked(tmp_path: Path) -> None:
+    def ask(parsed: Parsed, done: Callable[[array[int] | None], None]) -> None:
+        done(array("I", [7, 8]))
+
+    async with serving(tmp_path / "nowhere", ask=ask) as tokens:
+        await found(tokens, text("a"))
+        while tokens.state()["models"]["model"]["mode"] != "engine":
+            await asyncio.sleep(0)
+        later = await found(tokens, text("a"))
+        assert (list(later.ids or ()), later.how) == ([7, 8], How.ENGINE)
+        other = Parsed(Kind.COMPLETION, {"prompt": "a"}, "registered", text="a")
+        assert (await found(tokens, other)).how is How.ENGINE, "a model that came while we ran"
+    async with serving(tmp_path / "nowhere", mode="none", ask=ask) as tokens:
+        assert at_once(tokens, other) == Tokenised(None, How.NONE, "no_tokenizer")
+
+
+@in_loop
 async def test_failures_are_said_without_the_prompt(
     own: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

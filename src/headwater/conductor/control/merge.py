@@ -5,7 +5,7 @@ counts for itself is added up (SUMMED). What is measured is averaged (AVERAGED).
 all of them know of the same thing (a load, a key count, gaps in the same events): the largest, since who lags behind
 knows less. Of words that differ all are named.
 
-A worker's /state has `brain`, `sight`, `tenants` and `counts`: what these four say of themselves.
+A worker's /state has `brain`, `sight`, `tenants`, `tokens` and `counts`: what these say of themselves.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ SUMMED = frozenset(
         "refused",
         "unknown_keys",
         "careless",
+        "remembered",
+        "remembered_bytes",
     )
 )
 AVERAGED = frozenset(("share", "prefill_tokens_s", "decode_step_s"))
 NEEDED = frozenset(("alive", "up", "settled", "registered", "verified"))
 """What is so only if it is at every worker; other words of yes or no are so if they are at one."""
 NAMES = ("name", "tenant", "key")
-PARTS = ("brain", "sight", "tenants")
+PARTS = ("brain", "sight", "tenants", "tokens")
 HOTTEST = 16
 WORDS = 3
 RETIRED = -1

@@ -51,7 +51,7 @@ def socket_path(directory: Path, row: int) -> Path:
 
 class WorkerControl:
     """The socket of one worker. `is_ready` tells whether it takes requests, `drain` makes it take no
-    more, `leaves` is told the number of an instance that was unregistered."""
+    more, `leaves` is told the number of an instance that was unregistered; `tokens` says how prompts are tokenised."""
 
     def __init__(
         self,
@@ -61,13 +61,15 @@ class WorkerControl:
         sight: SightHere,
         registry: ChangingRegistry,
         tenants: Asking,
+        tokens: Callable[[], dict[str, Any]],
         counts: Counts,
         is_ready: Callable[[], bool],
         drain: Callable[[], None],
         leaves: Callable[[int], None],
     ) -> None:
         self._row, self._brain, self._sight, self._registry = row, brain, sight, registry
-        self._tenants, self._counts, self._is_ready, self._drain = tenants, counts, is_ready, drain
+        self._tenants, self._tokens, self._counts = tenants, tokens, counts
+        self._is_ready, self._drain = is_ready, drain
         self._publishers = Publishers(registry, time.time_ns, leaves)
         self._draining = False
         self._path: Path | None = None
@@ -130,6 +132,7 @@ class WorkerControl:
                 "brain": self._brain.state(),
                 "sight": self._sight.state(),
                 "tenants": self._tenants.state(),
+                "tokens": self._tokens(),
                 "counts": self._counts.state(),
             }
         )

@@ -104,6 +104,10 @@ class Model:
         self._plan()
         return moves
 
+    def is_chunks(self, way: Way) -> bool:
+        """Whether nodes count so."""
+        return way in self._chunks
+
     def block_way(self, tokens: int) -> Way:
         """How an engine with blocks of so many tokens is counted."""
         return Way(self.home, tokens)

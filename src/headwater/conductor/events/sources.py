@@ -65,6 +65,15 @@ class Sources:
             self._sight.sources.pop(f"events:{number}.{rank}", None)
         self._sight.left(number)
 
+    def back(self, number: int) -> None:
+        """An instance was away, and may have begun anew. Who publishes is asked whether it has, and what it holds; of
+        others nothing is known any more."""
+        subscriptions = self._subscriptions.get(number, [])
+        for it in subscriptions:
+            it.check()
+        if not subscriptions:
+            self._sight.restarted(number)
+
     def check(self) -> None:
         """Ask all engines whether there is more than came."""
         for subscriptions in self._subscriptions.values():

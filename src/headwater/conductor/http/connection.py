@@ -97,6 +97,11 @@ class Phase(Enum):
     CLOSED = auto()
 
 
+# A member is looked up in four times the time that a name of the module takes, and there are dozens to a request.
+_HEAD, _BODY, _ANSWERING = Phase.HEAD, Phase.BODY, Phase.ANSWERING
+_LINGERING, _CLOSING, _CLOSED = Phase.LINGERING, Phase.CLOSING, Phase.CLOSED
+
+
 class Connection(asyncio.Protocol):
     """See the theory of operation above. Made by the server, which sweeps it."""
 
@@ -130,7 +135,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: Owner) -> None:
         self._server = server
         self._times = server.times
-        self._phase = Phase.HEAD
+        self._phase = _HEAD
         self._reader = HeadReader(server.limits)
         self._head: RequestHead
         """Of the present request."""
@@ -172,9 +177,9 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
         phase = self._phase
-        if phase is Phase.ANSWERING or self._held:
+        if phase is _ANSWERING or self._held:
             self._hold(data)
-        elif phase is Phase.HEAD or phase is Phase.BODY:
+        elif phase is _HEAD or phase is _BODY:
             if self.full:
                 self._hold(data)
             else:
@@ -182,16 +187,16 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         """The client has shut its side, see above; the transport closes itself once what was written is sent."""
-        if self._phase is Phase.ANSWERING:
+        if self._phase is _ANSWERING:
             self._gone()
             self.transport.abort()
-        elif self._phase is not Phase.CLOSED:
+        elif self._phase is not _CLOSED:
             self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio."""
         self._gone()
-        self._phase = Phase.CLOSED
+        self._phase = _CLOSED
         self._held, self._body = b"", []
         self._discount()
         self._server.closed(self)
@@ -207,12 +212,12 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """See asyncio."""
         self.full = False
-        if self._phase is Phase.ANSWERING:
+        if self._phase is _ANSWERING:
             self.deadline_s = inf
             if self._answer is not None:
                 self._answer.pressed(full=False)
-        elif self._phase is Phase.HEAD or self._phase is Phase.BODY:
-            allowed_s = self._times.keep_alive_s if self._phase is Phase.HEAD else self._times.body_s
+        elif self._phase is _HEAD or self._phase is _BODY:
+            allowed_s = self._times.keep_alive_s if self._phase is _HEAD else self._times.body_s
             self.deadline_s = self._server.time() + allowed_s
             self._go_on()
 
@@ -226,10 +231,10 @@ class Connection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         """Read what was held, if it is its turn."""
-        if self._held and self._phase in (Phase.HEAD, Phase.BODY) and not self.full and not self._taking:
+        if self._held and self._phase in (_HEAD, _BODY) and not self.full and not self._taking:
             held, self._held = self._held, b""
             self._take(held)
-        if self._unread and len(self._held) <= HELD_BYTES and self._phase in (Phase.HEAD, Phase.BODY, Phase.ANSWERING):
+        if self._unread and len(self._held) <= HELD_BYTES and self._phase in (_HEAD, _BODY, _ANSWERING):
             self._unread = False
             self.transport.resume_reading()
 
@@ -239,10 +244,10 @@ class Connection(asyncio.Protocol):
         self._taking = True
         try:
             while pos < end and not self.full and turns < TURN_REQUESTS:
-                if self._phase is Phase.HEAD:
+                if self._phase is _HEAD:
                     turns += 1
                     pos = self._read_head(data, pos)
-                elif self._phase is Phase.BODY:
+                elif self._phase is _BODY:
                     pos = self._read_body(data, pos)
                 else:
                     break
@@ -251,9 +256,9 @@ class Connection(asyncio.Protocol):
             return
         finally:
             self._taking = False
-        if pos < end and self._phase in (Phase.HEAD, Phase.BODY, Phase.ANSWERING):
+        if pos < end and self._phase in (_HEAD, _BODY, _ANSWERING):
             self._hold(data[pos:])
-            if self._phase is not Phase.ANSWERING:
+            if self._phase is not _ANSWERING:
                 self._server.later(self._go_on)
 
     def _read_head(self, data: bytes, pos: int) -> int:
@@ -288,7 +293,7 @@ class Connection(asyncio.Protocol):
         if reply is not None:
             self._turn_away(*reply)
             return len(data)
-        self._phase = Phase.BODY
+        self._phase = _BODY
         self.deadline_s = self._server.time() + self._times.body_s
         if head.expects and after == len(data):
             self.transport.write(CONTINUE)
@@ -353,7 +358,7 @@ class Connection(asyncio.Protocol):
     def _handle(self, body: bytes) -> None:
         head = self._head
         request = Request(head.method, head.path, head.query, head.headers.copy(), body, self._peer)
-        self._phase = Phase.ANSWERING
+        self._phase = _ANSWERING
         self.deadline_s = inf
         answer = self._answer = Answer(self, request)
         self._server.handler.handle(answer)
@@ -380,7 +385,7 @@ class Connection(asyncio.Protocol):
         if not self._keep or self._server.draining:
             self._close()
             return
-        self._phase = Phase.HEAD
+        self._phase = _HEAD
         if not self.full:
             self.deadline_s = self._server.time() + self._times.keep_alive_s
         if self._held or self._unread:
@@ -389,7 +394,7 @@ class Connection(asyncio.Protocol):
     def cut(self) -> None:
         """The present answer cannot be ended: close the connection in the middle."""
         self._answer = None
-        self._phase = Phase.CLOSED
+        self._phase = _CLOSED
         self.transport.abort()
 
     def refuse(self, status: int, message: str, code: str, headers: Headers) -> None:
@@ -401,7 +406,7 @@ class Connection(asyncio.Protocol):
         self.transport.write(self._server.heads.head(status, headers, framing, keep=False) + body)
         self._held, self._body, self._chunked = b"", [], None
         self._discount()
-        self._phase = Phase.LINGERING
+        self._phase = _LINGERING
         self.deadline_s = self._server.time() + LINGER_S
         if self._unread:
             self._unread = False
@@ -417,7 +422,7 @@ class Connection(asyncio.Protocol):
 
     def _close(self) -> None:
         """Close once what was written is sent, or the client has stalled."""
-        self._phase = Phase.CLOSING
+        self._phase = _CLOSING
         self._pending_bytes = self._unsent_bytes()
         self.deadline_s = self._server.time() + self._times.stalled_s
         self.transport.close()
@@ -433,7 +438,7 @@ class Connection(asyncio.Protocol):
     @property
     def idle(self) -> bool:
         """Between two requests."""
-        return self._phase is Phase.HEAD and not self._reader.begun
+        return self._phase is _HEAD and not self._reader.begun
 
     def leave(self) -> None:
         """The server drains: an idle connection is closed."""
@@ -466,7 +471,7 @@ class Connection(asyncio.Protocol):
 
     def _expired(self, now: float) -> None:
         pending = self._unsent_bytes()
-        if self.full or self._phase is Phase.CLOSING:
+        if self.full or self._phase is _CLOSING:
             if pending < self._pending_bytes:
                 # It is slow, but it reads.
                 self._pending_bytes = pending
@@ -475,7 +480,7 @@ class Connection(asyncio.Protocol):
             self._server.counts.add("http_clients_stalled")
             self._gone()
             self.transport.abort()
-        elif self._phase is Phase.LINGERING or pending:
+        elif self._phase is _LINGERING or pending:
             self.transport.abort()
         elif self.idle:
             self._close()

@@ -116,6 +116,10 @@ class Phase(Enum):
     CLOSED = auto()
 
 
+_IDLE, _HEAD, _BODY, _CLOSED = Phase.IDLE, Phase.HEAD, Phase.BODY, Phase.CLOSED
+"""By a name of the module they are found faster."""
+
+
 class Link(asyncio.Protocol):
     """See the theory of operation above. Made by the pool, which sweeps it."""
 
@@ -133,7 +137,7 @@ class Link(asyncio.Protocol):
         self._time = pool.time
         self._silent_s = pool.times.silent_s
         self._reader = HeadReader(pool.limits)
-        self._phase = Phase.IDLE
+        self._phase = _IDLE
         self._call: UpstreamCall | None = None
         self._chunked: Chunked | None = None
         self._left: int | None = None
@@ -152,10 +156,10 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
-        if self._phase is Phase.BODY:
+        if self._phase is _BODY:
             self.deadline_s = self._time() + self._silent_s
             self._read_body(data)
-        elif self._phase is Phase.HEAD:
+        elif self._phase is _HEAD:
             self._touched = True
             try:
                 self._read_head(data)
@@ -168,10 +172,10 @@ class Link(asyncio.Protocol):
     def eof_received(self) -> None:
         """See asyncio. An answer that has no other end ends here."""
         call = self._call
-        if call is not None and self._phase is Phase.BODY and self._left is None and self._chunked is None:
+        if call is not None and self._phase is _BODY and self._left is None and self._chunked is None:
             self._keep = False
             self._finish(call)
-        elif self._phase is Phase.IDLE:
+        elif self._phase is _IDLE:
             self._drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -180,19 +184,19 @@ class Link(asyncio.Protocol):
         call = self._call
         if call is not None and self._reused and not self._touched and not call.retried:
             self._call = call.link = None
-            self._phase = Phase.CLOSED
+            self._phase = _CLOSED
             call.retried = True
             self._pool.again(call)
         else:
             self.lose(Why.CLOSED)
-        self._phase = Phase.CLOSED
+        self._phase = _CLOSED
 
     # ------------------------------------------------------------ requests
 
     def begin(self, call: UpstreamCall, *, reused: bool) -> None:
         """Write a request; the link is its alone until it ends."""
         self._call, call.link = call, self
-        self._phase = Phase.HEAD
+        self._phase = _HEAD
         self._reused, self._touched, self._interim = reused, False, 0
         self.deadline_s = self._time() + call.first_s
         call.sent = True
@@ -212,7 +216,7 @@ class Link(asyncio.Protocol):
         """Read on."""
         call = self._call
         if call is not None:
-            self.deadline_s = self._time() + (call.first_s if self._phase is Phase.HEAD else self._silent_s)
+            self.deadline_s = self._time() + (call.first_s if self._phase is _HEAD else self._silent_s)
         self._transport.resume_reading()
 
     def cut(self) -> None:
@@ -229,12 +233,12 @@ class Link(asyncio.Protocol):
 
     def expired(self) -> None:
         """The deadline has passed."""
-        self.lose(Why.LATE if self._phase is Phase.HEAD else Why.SILENT)
+        self.lose(Why.LATE if self._phase is _HEAD else Why.SILENT)
 
     @property
     def usable(self) -> bool:
         """Whether a request may be written to it."""
-        return self._phase is Phase.IDLE and not self._transport.is_closing()
+        return self._phase is _IDLE and not self._transport.is_closing()
 
     # ------------------------------------------------------------ answers
 
@@ -257,7 +261,7 @@ class Link(asyncio.Protocol):
             length = head.length
         if length is not None:
             headers.append((b"content-length", b"%d" % length))
-        self._phase = Phase.BODY
+        self._phase = _BODY
         self._keep = head.keep
         if head.bodiless or call.method == "HEAD":
             length, self._chunked = 0, None
@@ -307,14 +311,14 @@ class Link(asyncio.Protocol):
         else:
             if call.paused:
                 transport.resume_reading()
-            self._phase = Phase.IDLE
+            self._phase = _IDLE
             self._chunked = None
             self.deadline_s = self._time() + IDLE_S
             self._pool.idle(self)
         call.sink.end()
 
     def _drop(self) -> None:
-        if self._phase is not Phase.CLOSED:
-            self._phase = Phase.CLOSED
+        if self._phase is not _CLOSED:
+            self._phase = _CLOSED
             self.deadline_s = inf
             self._transport.abort()

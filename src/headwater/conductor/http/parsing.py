@@ -22,6 +22,8 @@ _HOST = re.compile(rb"[A-Za-z0-9._~\-]+(?::[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](?::[0
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _UNSAFE = re.compile(rb"[\r\n\0]")
 _CACHED_LINES, _CACHED_BYTES = 4096, 512
+_UNIQUE = b"x-request-id"
+"""A header that is never sent twice: to remember it would only push out others."""
 
 
 class Malformed(Exception):
@@ -83,6 +85,8 @@ class Lines(dict[tuple[bytes, bytes], bytes]):
 
     def __missing__(self, header: tuple[bytes, bytes]) -> bytes:
         name, value = header
+        if name == _UNIQUE and not _UNSAFE.search(value):
+            return b"x-request-id: %b\r\n" % value
         if name == b"connection" and value.lower() not in PLAIN_CONNECTION:
             raise _NamesHeaders
         if not _NAME.fullmatch(name) or _UNSAFE.search(value):

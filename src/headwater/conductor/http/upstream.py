@@ -16,6 +16,8 @@ from headwater.fleetfile.model import Limits, Times
 SWEEP_S = 1.0
 IDLE_MAX = 256
 """Idle connections that are kept for each origin."""
+LATE_S = 0.05
+CONNECT_ROUNDS = 4
 
 _DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect"}
 _METHOD = re.compile(r"[A-Z]{1,20}")
@@ -126,14 +128,8 @@ class UpstreamPool:
         task.add_done_callback(self._opening.pop)
 
     async def _connect(self, call: UpstreamCall) -> None:
-        origin = call.origin
-        tls = (self._ssl or ssl.create_default_context()) if origin.tls else None
         try:
-            async with asyncio.timeout(self.times.connect_s):
-                _, link = await self._loop.create_connection(
-                    lambda: Link(self, origin), origin.host, origin.port, ssl=tls,
-                    server_hostname=origin.host if tls else None,
-                )  # fmt: skip
+            link = await self._connected(call.origin)
         except ConnectionRefusedError:
             self.lost(call, Why.REFUSED)
         except (OSError, UnicodeError):
@@ -148,6 +144,31 @@ class UpstreamPool:
                 link.cut()
             else:
                 link.begin(call, reused=False)
+
+    async def _connected(self, origin: Origin) -> Link:
+        """A fresh connection, within `connect_s`. A deadline that is noticed late says that we were busy, and nothing
+        of the instance, which may be connected since: it gets as long again."""
+        making = self._loop.create_task(self._make(origin))
+        try:
+            for _ in range(CONNECT_ROUNDS):
+                late_s = self.time() + self.times.connect_s + LATE_S
+                await asyncio.wait({making}, timeout=self.times.connect_s)
+                if making.done() or self.time() < late_s:
+                    break
+            if not making.done():
+                raise TimeoutError
+            return making.result()
+        finally:
+            if making.cancel():
+                await asyncio.gather(making, return_exceptions=True)
+
+    async def _make(self, origin: Origin) -> Link:
+        tls = (self._ssl or ssl.create_default_context()) if origin.tls else None
+        _, link = await self._loop.create_connection(
+            lambda: Link(self, origin), origin.host, origin.port, ssl=tls,
+            server_hostname=origin.host if tls else None,
+        )  # fmt: skip
+        return link
 
     def _opened(self, link: Link) -> None:
         self._links.add(link)

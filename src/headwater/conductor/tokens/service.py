@@ -39,6 +39,7 @@ Ask: TypeAlias = "Callable[[Parsed, Callable[[array[int] | None], None]], None]"
 """Asks an engine for the ids of a prompt of this model; the answer (None: it gave none) comes in the loop."""
 
 MEMO_BYTES = 64 << 20
+MODELS = 1024
 SEARCHES = 256
 """In threads, at a time: a client waits for at most so many others."""
 ASK_S = 5.0
@@ -94,6 +95,7 @@ class TokensService:
     ) -> None:
         """`models` has each served name's folder; `mode` is local, engine or none. A thread loads the tokenizers."""
         self._counts, self._loop, self._ask = counts, loop, ask
+        self._asks_engines = mode != "none"
         self._memo = Memo(memo_bytes)
         self._searches: dict[bytes, Search] = {}
         self._room = searches
@@ -108,7 +110,7 @@ class TokensService:
                 if path not in folders:
                     folders[path] = self._pool.submit(LocalTokenizer, path)
                 model.loading = folders[path]
-                model.loading.add_done_callback(partial(self._say_failure, name))
+                model.loading.add_done_callback(partial(self._say_failure, model))
 
     def start(self, parsed: Parsed, done: Done, salt: str = "") -> None:
         """Find a prompt's ids; `done` is called in the loop, at once where they are known.
@@ -119,7 +121,7 @@ class TokensService:
             ids = cut_given(parsed.ids, parsed.fields)
             done(Tokenised(ids, How.GIVEN) if ids is not None else nothing("truncate"))
             return
-        model = self._models.get(parsed.model)
+        model = self._models.get(parsed.model) or self._without_folder(parsed.model)
         reason = self._hopeless(parsed, model)
         if model is None or reason:
             done(nothing(reason))
@@ -233,9 +235,23 @@ class TokensService:
             self._loop.call_soon(done, result)
         search.waiting[0](result)
 
-    def _say_failure(self, name: str, loading: Future[LocalTokenizer]) -> None:
-        if not loading.cancelled() and loading.exception() is not None:
-            log.warning("no tokenizer for model %s: %s", name, loading.exception())
+    def _without_folder(self, name: str) -> Model | None:
+        """A model that came while we run: its engines are asked."""
+        if self._ask is None or not self._asks_engines or len(self._models) >= MODELS:
+            return None
+        model = self._models[name] = Model(name, "engine")
+        return model
+
+    def _say_failure(self, model: Model, loading: Future[LocalTokenizer]) -> None:
+        """Called in the thread: there is no tokenizer where the model is said to be, which may be a name on a hub."""
+        if loading.cancelled() or loading.exception() is None:
+            return
+        log.warning("no tokenizer for model %s, its engines are asked: %s", model.name, loading.exception())
+        if self._ask is not None and not self._closed:
+            self._loop.call_soon_threadsafe(self._ask_engines, model)
+
+    def _ask_engines(self, model: Model) -> None:
+        model.mode = "engine"
 
     def differs(self, model: Model) -> None:
         """Ours are not the engine's: from now on it is asked."""

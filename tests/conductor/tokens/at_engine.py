@@ -1,16 +1,17 @@
-"""A real engine tokenises every chat as we do, and finds as much of it in its cache as we foresee."""
+"""What a real engine must agree with us about in tokens: each function is one fact, told by its name.
+
+`tests/e2e/test_up` runs them at one of its engines, which has to have been started with --block-size 32 and
+--trust-request-chat-template.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from headwater.conductor.job import Kind, Parsed
 from headwater.conductor.tokens import asked
@@ -18,11 +19,7 @@ from headwater.conductor.tokens.local import find_ids
 from headwater.conductor.tokens.samples import samples
 from headwater.conductor.tokens.tokenizers import LocalTokenizer
 from headwater.core.hashing import chunk_keys
-from headwater.demo.command import START_S
-from headwater.demo.processes import Children, Served, child_environment, free_port
 from tests.conductor.tokens.chats import CASES, all_templates, chat, folder, text, user
-
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 BLOCK = 32
 SIZE = 1 << 20
@@ -30,19 +27,19 @@ STYLES = ("smollm", "llama", "mistral", "qwen")
 LONG = "You are a guide to the rivers of the world; you know where each of them rises, and what it meets. " * 4
 
 
-class Engine:
-    """A vLLM that renders whatever template a request brings."""
+class AtEngine:
+    """A vLLM that renders whatever template a request brings, and our tokenizers with the same templates."""
 
-    def __init__(self, port: int, model: Path, at: Path) -> None:
-        self.port = port
+    def __init__(self, port: int, served_name: str, model: Path, at: Path) -> None:
+        self.port, self.served_name = port, served_name
         self.templates = all_templates(model)
         self.tokenizers = {
             name: LocalTokenizer(folder(at / name, model, source, whole=True))
             for name, source in self.templates.items()
         }
 
-    def post(self, path: str, fields: dict[str, Any] | bytes) -> tuple[int, bytes]:
-        body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    def post(self, path: str, fields: dict[str, Any]) -> tuple[int, bytes]:
+        body = json.dumps({**fields, "model": self.served_name}).encode()
         url = f"http://127.0.0.1:{self.port}{path}"
         try:
             with urllib.request.urlopen(
@@ -54,7 +51,7 @@ class Engine:
                 return error.code, error.read()
 
     def ask(self, path: str, **fields: Any) -> Any:
-        status, body = self.post(path, {"model": "model", "temperature": 0, **fields})
+        status, body = self.post(path, {"temperature": 0, **fields})
         assert status == 200, body
         return json.loads(body)
 
@@ -72,51 +69,32 @@ class Engine:
         return None if ids is None else list(ids)
 
 
-@pytest.fixture(scope="module")
-def engine(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    at, port = tmp_path_factory.mktemp("engine"), free_port()
-    command = [
-        "-m", "vllm.entrypoints.cli.main", "serve", str(model_dir), "--host", "127.0.0.1", "--port", str(port),
-        "--served-model-name", "model", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048",
-        "--block-size", str(BLOCK), "--enable-prompt-tokens-details", "--trust-request-chat-template",
-        "--disable-uvicorn-access-log",
-    ]  # fmt: skip
-    changes = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-
-    with Children() as children:
-        child = children.start("vLLM", [sys.executable, *command], child_environment(changes), at / "vllm.log")
-        served = Served("A", port, child)
-        prepared = Engine(port, model_dir, at)
-        child.wait_until(served.healthy, START_S, lambda: None)
-        yield prepared
+def chats_have_the_same_ids(engine: AtEngine) -> None:
+    for style in STYLES:
+        ours = {name: engine.ours(style, chat(fields)) for name, fields in CASES.items()}
+        theirs = {name: engine.theirs(style, chat(fields)) for name, fields in CASES.items()}
+        assert ours == theirs, style
+        assert sum(ids is not None for ids in ours.values()) >= len(CASES) - 2
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_chats_have_the_same_ids(style: str, engine: Engine) -> None:
-    ours = {name: engine.ours(style, chat(fields)) for name, fields in CASES.items()}
-    theirs = {name: engine.theirs(style, chat(fields)) for name, fields in CASES.items()}
-    assert ours == theirs
-    assert sum(ids is not None for ids in ours.values()) >= len(CASES) - 2
-
-
-def test_samples_have_the_same_ids(engine: Engine) -> None:
+def samples_have_the_same_ids(engine: AtEngine) -> None:
     for parsed in samples("model"):
         assert engine.ours("smollm", parsed) == engine.theirs("smollm", parsed)
 
 
-@pytest.mark.parametrize("style", ["mistral", "qwen"])
-def test_chats_are_answered_from_the_same_ids(style: str, engine: Engine) -> None:
+def chats_are_answered_from_the_same_ids(engine: AtEngine) -> None:
     """Not only what /tokenize says, which reads requests by a model of its own."""
-    for name in ("calls", "thoughts", "parts", "tools"):
-        fields = {**CASES[name], "tool_choice": "none"} if "tools" in CASES[name] else CASES[name]
-        reply = engine.ask(
-            "/v1/chat/completions", **fields, max_tokens=1, return_token_ids=True,
-            chat_template=engine.templates[style],
-        )  # fmt: skip
-        assert reply["prompt_token_ids"] == engine.ours(style, chat(fields)), name
+    for style in ("mistral", "qwen"):
+        for name in ("calls", "thoughts", "parts", "tools"):
+            fields = {**CASES[name], "tool_choice": "none"} if "tools" in CASES[name] else CASES[name]
+            reply = engine.ask(
+                "/v1/chat/completions", **fields, max_tokens=1, return_token_ids=True,
+                chat_template=engine.templates[style],
+            )  # fmt: skip
+            assert reply["prompt_token_ids"] == engine.ours(style, chat(fields)), (style, name)
 
 
-def test_completions_have_the_same_ids(engine: Engine) -> None:
+def completions_have_the_same_ids(engine: AtEngine) -> None:
     prompt = "Rivers: <|im_start|>a b  c\n日本 " * 3
     for fields in (
         {},
@@ -130,8 +108,12 @@ def test_completions_have_the_same_ids(engine: Engine) -> None:
         assert reply["choices"][0]["prompt_token_ids"] == engine.ours("smollm", text(prompt, **fields)), fields
 
 
-@pytest.mark.parametrize("style", ["llama", "mistral", "qwen"])
-def test_hits_are_as_foreseen(style: str, engine: Engine) -> None:
+def hits_are_as_foreseen(engine: AtEngine) -> None:
+    for style in ("llama", "mistral", "qwen"):
+        _hits_are_as_foreseen(engine, style)
+
+
+def _hits_are_as_foreseen(engine: AtEngine, style: str) -> None:
     messages = [user(LONG + "Where does the Rhine rise?")]
     cached, held = [], set()
     for follow_up in ("And the Danube? <|im_end|>", "日本の川は?", ""):
@@ -150,6 +132,17 @@ def test_hits_are_as_foreseen(style: str, engine: Engine) -> None:
         # The last token that was drawn is not computed yet.
         held.update(chunk_keys(b"root", [*ids, *said["token_ids"][:-1]], BLOCK))
         messages = [*messages, said["message"], user(follow_up)]
-    print(f"{style}: (foreseen, cached) by turn: {cached}")
-    assert all(foreseen == found for foreseen, found in cached)
-    assert cached[0] == (0, 0) and cached[1][0] > 3 * BLOCK and cached[2][0] > cached[1][0]
+    assert all(foreseen == found for foreseen, found in cached), (style, cached)
+    assert cached[0] == (0, 0) and cached[1][0] > 3 * BLOCK and cached[2][0] > cached[1][0], (style, cached)
+
+
+FACTS: dict[str, Callable[[AtEngine], None]] = {
+    it.__name__: it
+    for it in (
+        chats_have_the_same_ids,
+        samples_have_the_same_ids,
+        chats_are_answered_from_the_same_ids,
+        completions_have_the_same_ids,
+        hits_are_as_foreseen,
+    )
+}

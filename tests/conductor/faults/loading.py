@@ -1,0 +1,177 @@
+"""Many clients at once, each on a connection of its own, with what each of them saw and when.
+
+told = at_once(fleet.port, [completion(ids) for _ in range(500)])
+told = open_loop(fleet.port, bodies, 300)      # so many a second, whatever becomes of those before
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, TypeVar
+
+import uvloop
+
+from tests.conductor.running import Fleet
+
+CONNECT_S = 10.0
+WITHIN_S = 60.0
+SHED = (429, 503)
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Told:
+    """What one client saw; times are since it began."""
+
+    status: int = 0
+    """0: the connection was refused or cut before any answer."""
+    retry_after: str = ""
+    head_s: float = 0.0
+    """Of a stream: its first token."""
+    end_s: float = 0.0
+    whole: bool = False
+    error: str = ""
+
+    @property
+    def shed(self) -> bool:
+        """Refused, with when to come back."""
+        return self.status in SHED and self.retry_after.isdigit() and int(self.retry_after) >= 1
+
+
+def completion(prompt: Sequence[int] | str, tokens: int = 4, **more: Any) -> bytes:
+    """A whole request."""
+    body = {"model": "toy", "prompt": prompt, "max_tokens": tokens, "stream": True, **more}
+    return post("/v1/completions", json.dumps(body).encode())
+
+
+def post(path: str, body: bytes, more: str = "", size: int | None = None) -> bytes:
+    """The bytes of a request."""
+    length = len(body) if size is None else size
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{more}Content-Length: {length}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def ask(port: int, request: bytes) -> Told:
+    """One client."""
+    told, begun_s = Told(), time.perf_counter()
+    writer = None
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request)
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+            told.head_s = time.perf_counter() - begun_s
+            told.status = int(head[9:12])
+            fields = dict(line.split(": ", 1) for line in head.split("\r\n")[1:-2])
+            told.retry_after = fields.get("retry-after", "")
+            if "content-length" in fields:
+                await reader.readexactly(int(fields["content-length"]))
+                told.whole = True
+            else:
+                tail = b""
+                while not tail.endswith(b"0\r\n\r\n"):
+                    data = await reader.read(65536)
+                    if not data:
+                        break
+                    tail = (tail + data)[-64:]
+                told.whole = b"data: [DONE]" in tail
+    except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+        told.error = type(error).__name__
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    told.end_s = time.perf_counter() - begun_s
+    return told
+
+
+def looped(work: Coroutine[Any, Any, T]) -> T:
+    """Run it in a fast loop."""
+    return uvloop.run(work)
+
+
+def at_once(port: int, requests: Sequence[bytes]) -> list[Told]:
+    """All of them at the same time."""
+
+    async def all_of_them() -> list[Told]:
+        return list(await asyncio.gather(*(ask(port, it) for it in requests)))
+
+    return looped(all_of_them())
+
+
+def open_loop(port: int, requests: Sequence[bytes], a_second: float) -> list[Told]:
+    """One after the other at an even pace, without waiting for any."""
+
+    async def paced() -> list[Told]:
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        tasks = []
+        for number, it in enumerate(requests):
+            await asyncio.sleep(begun_s + number / a_second - loop.time())
+            tasks.append(asyncio.ensure_future(ask(port, it)))
+        return list(await asyncio.gather(*tasks))
+
+    return looped(paced())
+
+
+def statuses(told: Sequence[Told]) -> Counter[Any]:
+    """How many of which, for messages."""
+    return Counter((it.status, it.error, it.whole) for it in told)
+
+
+def answered_or_shed(told: Sequence[Told]) -> int:
+    """Everybody was; how many were answered."""
+    odd = [it for it in told if not (it.shed or (it.status == 200 and it.whole))]
+    assert not odd, (statuses(told), odd[:3])
+    return sum(it.status == 200 for it in told)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """Of these, which must not be none."""
+    ordered = sorted(values)
+    return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
+
+
+def rss_bytes(pid: int) -> int:
+    """A process's memory."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) << 10
+
+
+@dataclass
+class Watched:
+    """What was seen of a fleet meanwhile."""
+
+    probes_s: dict[str, list[float]]
+    most_bytes: int = 0
+
+
+@contextmanager
+def watched(fleet: Fleet, every_s: float = 0.05) -> Iterator[Watched]:
+    """Ask its probes and look at its workers' memory, from a thread, until the block ends."""
+    seen, over = Watched({"/health": [], "/ready": []}), Event()
+
+    def look() -> None:
+        while not over.wait(every_s):
+            for path, taken in seen.probes_s.items():
+                begun_s = time.perf_counter()
+                status = fleet.control("GET", path).status
+                taken.append(time.perf_counter() - begun_s if status == 200 else float("inf"))
+            seen.most_bytes = max(seen.most_bytes, *map(rss_bytes, fleet.workers()))
+
+    thread = Thread(target=look, name="watching")
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()

@@ -1,0 +1,160 @@
+"""Clients that leave a whole Conductor at any moment and in any way, or never read: engines stop, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.conductor.engine import Gate, Script
+from tests.conductor.faults.clients import CHAT, COMPLETION, Stream, all_alive, ask, check_quiet, connected, gather, request
+from tests.conductor.running import Fleet, chat, running, until
+
+ROUNDS = int(os.environ.get("HEADWATER_TEST_LEAVES", "200"))
+ABORTED_S = 1.0
+"""The promise: so soon after its client has left, an engine is told to stop."""
+STALLED_S = 1.0
+GROWN_BYTES = 12 << 20
+MOMENTS = ("within the request", "before the first token", "within the answer", "in silence", "in one piece")
+WAYS: dict[str, Callable[[Stream], None]] = {
+    "close": Stream.close,
+    "reset": Stream.reset,
+    "half-close": Stream.half_close,
+}
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    times = {"stalled_s": STALLED_S}
+    with TemporaryDirectory(prefix="hw") as folder, running(Path(folder), 2, times=times) as it:
+        yield it
+
+
+def total(fleet: Fleet, name: str = "running") -> int:
+    return sum(getattr(it, name) for it in fleet.engines)
+
+
+async def reached(fact: Callable[[], bool], within_s: float, what: str) -> None:
+    """Poll within the loop."""
+    deadline_s = time.monotonic() + within_s
+    while not fact():
+        assert time.monotonic() < deadline_s, what
+        await asyncio.sleep(0.001)
+
+
+async def left(fleet: Fleet, draw: random.Random, what: str) -> bool:
+    """One client comes, and leaves; whether an engine had its request."""
+    moment, way = draw.choice(MOMENTS), draw.choice(list(WAYS))
+    what = f"{what}, {moment}, {way}"
+    body = chat("somebody who leaves", stream=moment != "in one piece", max_tokens=100)
+    path = CHAT
+    if draw.random() < 0.5:
+        path = COMPLETION
+        body["prompt"] = body.pop("messages")[0]["content"]
+    tokens = draw.randrange(1, 30) if moment == "within the answer" else 0
+    scripts = {"in silence": Script(silent=True), "in one piece": Script(hang_at=draw.choice([0, 3]))}
+    script = scripts.get(moment, Script(gate=Gate(tokens)))
+    for it in fleet.engines:
+        it.otherwise = script
+    whole = request(path, body)
+    asked = sum(len(it.asked) for it in fleet.engines)
+    async with await connected(fleet.port) as stream:
+        if moment == "within the request":
+            stream.writer.write(whole[: draw.randrange(len(whole))])
+        else:
+            stream.writer.write(whole)
+            await reached(lambda: total(fleet) == 1, 10.0, what)
+        if tokens:
+            size = draw.randrange(1, 200 * tokens)
+            while len(stream.body) < size and stream.tokens < tokens:
+                await stream.told()
+        WAYS[way](stream)
+        await reached(lambda: total(fleet) == 0, ABORTED_S, f"{what}: an engine goes on")
+    return sum(len(it.asked) for it in fleet.engines) > asked
+
+
+def size_of(pid: int) -> tuple[int, int]:
+    """A process's descriptors and resident bytes."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = [it for it in status.splitlines() if it.startswith("VmRSS")]
+    return len(os.listdir(f"/proc/{pid}/fd")), int(line.split()[1]) << 10
+
+
+def test_clients_that_leave(fleet: Fleet) -> None:
+    seed = 20240917
+    draw = random.Random(seed)
+    (worker,) = fleet.workers()
+
+    async def rounds(count: int) -> int:
+        return sum([await left(fleet, draw, f"seed {seed}, round {at}") for at in range(count)])
+
+    gather(rounds(40))
+    check_quiet(fleet)
+    before, aborted = size_of(worker), total(fleet, "aborted")
+    (asked,) = gather(rounds(ROUNDS), within_s=30.0 + ROUNDS / 5)
+    assert total(fleet, "aborted") - aborted == asked
+    check_quiet(fleet)
+    until(lambda: size_of(worker)[0] <= before[0] + 2, lambda: (before, size_of(worker)))
+    grown_bytes = size_of(worker)[1] - before[1]
+    print(f"{ROUNDS} rounds, {asked} requests: {grown_bytes} bytes more, descriptors {before[0]} -> {size_of(worker)[0]}")
+    assert grown_bytes < GROWN_BYTES
+
+
+def test_clients_that_never_read(fleet: Fleet) -> None:
+    """Each gets more than the kernel holds for it; after `stalled_s` it is cut, and its engine stops."""
+    for it in fleet.engines:
+        it.otherwise = Script(huge_bytes=8 << 20, hang_at=1)
+    body = chat("somebody who never reads", stream=True, max_tokens=1000)
+
+    async def never() -> None:
+        async with await connected(fleet.port, window_bytes=4096) as stream:
+            stream.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            stream.writer.write(request(CHAT, body))
+            await asyncio.sleep(0)
+            await reached(lambda: ended.is_set(), 20.0, "an engine goes on for a client that never reads")
+
+    async def watch() -> float:
+        await reached(lambda: total(fleet) == 4, 10.0, "not all were sent")
+        begun_s = time.monotonic()
+        for it in fleet.engines:
+            it.otherwise = Script()
+        quick = chat("somebody else", stream=True)
+        assert (await ask(fleet.port, CHAT, quick)).status == 200
+        assert total(fleet) == 4
+        await reached(lambda: total(fleet) == 0, 15.0, "engines go on")
+        ended.set()
+        return time.monotonic() - begun_s
+
+    ended = asyncio.Event()
+    took_s, *_ = gather(watch(), *(never() for _ in range(4)))
+    assert STALLED_S * 0.9 < took_s < STALLED_S + 4.0
+    check_quiet(fleet)
+
+
+def test_clients_that_leave_while_they_wait(fleet: Fleet) -> None:
+    """Nobody is alive for a moment: requests wait, and whoever leaves is forgotten."""
+
+    async def waits() -> None:
+        async with await connected(fleet.port) as stream:
+            stream.writer.write(request(CHAT, chat("somebody who waits", stream=True)))
+            await asyncio.sleep(0.02)  # the time that such a client has
+            stream.close()
+
+    for it in fleet.engines:
+        it.call(it.stop())  # type: ignore[attr-defined]
+    try:
+        (answer,) = gather(ask(fleet.port, CHAT, chat("who finds out", stream=True)))
+        assert answer.status == 503
+        gather(*(waits() for _ in range(10)))
+        until(lambda: b'how="left"' in fleet.control("GET", "/metrics").body, fleet.state)
+        check_quiet(fleet)
+    finally:
+        for it in fleet.engines:
+            it.call(it.start())  # type: ignore[attr-defined]
+    all_alive(fleet)

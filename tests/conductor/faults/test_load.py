@@ -1,0 +1,293 @@
+"""Herds and overload on a whole Conductor: nobody is left without an answer, and nothing is left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwater.conductor.tenants import key_row, new_key
+from tests.conductor.engine import Engine, Gate, Script
+from tests.conductor.events.engine import BLOCK
+from tests.conductor.faults.clients import all_alive, check_quiet, connected
+from tests.conductor.faults.loading import (
+    Told,
+    answered_or_shed,
+    ask,
+    at_once,
+    completion,
+    looped,
+    open_loop,
+    post,
+    quantile,
+    rss_bytes,
+    statuses,
+    watched,
+)
+from tests.conductor.faults.publishing import publishing
+from tests.conductor.running import Fleet, running, until
+
+pytestmark = pytest.mark.alone
+
+FULL = os.environ.get("HEADWATER_TEST_LOAD", "") == "full"
+HERD = 500
+COPIES = 2
+"""Instances that may compute the same prefix."""
+PREFILL_TOKEN_S = 2e-4
+MIB = 1 << 20
+
+
+def prompt(seed: int, tokens: int = 1000) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(1000, 30_000) for _ in range(tokens)]
+
+
+@contextmanager
+def herding(folder: Path, engines: int, *, events: bool, **engine: Any) -> Iterator[Fleet]:
+    """A fleet of engines that need their time for prompts."""
+    with ExitStack() as stack:
+
+        def about(_: int, engine: Engine) -> dict[str, Any]:
+            if not events:
+                return {}
+            said = stack.enter_context(publishing(engine))
+            return {"events": said.events, "replay": said.replays}
+
+        options = {"block_tokens": BLOCK, "prefill_token_s": PREFILL_TOKEN_S, "slots": 64, **engine}
+        with running(folder, engines, engine=options, about=about, instance={"block_tokens": BLOCK}) as fleet:
+            yield fleet
+
+
+def computed(fleet: Fleet, tokens: int) -> int:
+    """How many engines have computed most of a prompt of so many tokens, each time counted."""
+    return sum(round(it.computed_tokens / tokens - 0.3) for it in fleet.engines)
+
+
+@pytest.mark.parametrize(("engines", "events", "blocks"), [(4, False, 1 << 18), (4, True, 4096), (2, False, 4096)])
+def test_a_herd_computes_its_prefix_twice_at_most(engines: int, events: bool, blocks: int, tmp_path: Path) -> None:
+    """Cold, as many as that fit and more than fit at a time; then warm; then all of them come back at once."""
+    with herding(tmp_path, engines, events=events, blocks=blocks) as fleet:
+        ids = prompt(1)
+        herd = [completion([*ids, 1000 + it]) for it in range(HERD)]
+        told = at_once(fleet.port, herd)
+        assert answered_or_shed(told) > HERD * 0.9, statuses(told)
+        assert 1 <= computed(fleet, len(ids)) <= COPIES, [it.computed_tokens for it in fleet.engines]
+        for _ in range(2):
+            told = at_once(fleet.port, herd)
+            assert answered_or_shed(told) > HERD * 0.9, statuses(told)
+        check_quiet(fleet)
+
+
+def test_a_herd_of_texts_is_tokenised_and_gathered(tmp_path: Path, model_dir: Path) -> None:
+    with running(
+        tmp_path,
+        4,
+        engine={"prefill_token_s": PREFILL_TOKEN_S, "slots": 64, "blocks": 1 << 18},
+        instance={"model": str(model_dir), "served_name": "toy"},
+        tokens="local",
+    ) as fleet:
+        draw = random.Random(2)
+        text = " ".join(f"word{draw.randrange(10_000)}" for _ in range(1000))
+        told = at_once(fleet.port, [completion(f"{text} {it}") for it in range(HERD)])
+        assert answered_or_shed(told) > HERD * 0.9, statuses(told)
+        assert 1 <= computed(fleet, 1000) <= COPIES, [it.computed_tokens for it in fleet.engines]
+        check_quiet(fleet)
+
+
+# ---- more than the fleet can do
+
+TTFT_SLO_S = 1.0
+PROMPT_TOKENS = 250
+A_SECOND = 2 / (PROMPT_TOKENS * PREFILL_TOKEN_S)
+"""Prompts that two instances can compute."""
+OVERLOAD = 5
+
+
+def good(told: list[Told], seconds: float) -> float:
+    """Answers within the SLO, a second."""
+    return sum(it.status == 200 and it.whole and it.head_s <= TTFT_SLO_S for it in told) / seconds
+
+
+def test_overload_is_shed_at_once_and_leaves_no_trace(tmp_path: Path) -> None:
+    engine = {"prefill_token_s": PREFILL_TOKEN_S, "slots": 64, "blocks": 1 << 18}
+    file = {"slo": {"ttft_s": TTFT_SLO_S}}
+    serial = iter(range(1 << 30))
+
+    def played(fleet: Fleet, load: float, seconds: float) -> list[Told]:
+        rate = A_SECOND * load
+        bodies = [completion(prompt(next(serial), PROMPT_TOKENS)) for _ in range(round(rate * seconds))]
+        return open_loop(fleet.port, bodies, rate)
+
+    with running(tmp_path, 2, engine=engine, file=file) as fleet:
+        for it in fleet.engines:
+            it.otherwise = Script(token_s=0.005)
+        played(fleet, 0.5, 1.0)
+        before = good(played(fleet, 0.9, 3.0), 3.0)
+        told = played(fleet, OVERLOAD, 5.0)
+        answered_or_shed(told)
+        shed = [it for it in told if it.shed]
+        print(f"before {before:.1f}/s, at {OVERLOAD}x {good(told, 5.0):.1f}/s; {statuses(told)}")
+        print(
+            f"shed within {quantile([it.end_s for it in shed], 0.5):.4f} s, p99 {quantile([it.end_s for it in shed], 0.99):.4f} s"
+        )
+        begun_s = time.monotonic()
+        check_quiet(fleet)
+        print(f"quiet after {time.monotonic() - begun_s:.2f} s")
+        after = good(played(fleet, 0.9, 3.0), 3.0)
+        print(f"after {after:.1f}/s")
+        assert len(shed) > len(told) // 2
+        assert quantile([it.end_s for it in shed], 0.99) <= 0.1
+        assert good(told, 5.0) >= 0.8 * before
+        assert after >= 0.9 * before
+        check_quiet(fleet)
+
+
+def test_1500_streams_at_once_are_served_or_refused(tmp_path: Path) -> None:
+    gate, wanted = Gate(), 1500
+    with running(tmp_path, 2) as fleet:
+        for it in fleet.engines:
+            it.otherwise = Script(gate=gate)
+        (worker,) = fleet.workers()
+        before = rss_bytes(worker)
+        bodies = [completion(prompt(it, 100), 20) for it in range(wanted)]
+
+        async def streams() -> list[Told]:
+            tasks = [asyncio.ensure_future(ask(fleet.port, it)) for it in bodies]
+            deadline_s = time.monotonic() + 30
+            while sum(it.running for it in fleet.engines) + sum(it.done() for it in tasks) < wanted:
+                assert time.monotonic() < deadline_s, [it.running for it in fleet.engines]
+                await asyncio.sleep(0.05)
+            gate.open()
+            return list(await asyncio.gather(*tasks))
+
+        with watched(fleet) as seen:
+            told = looped(streams())
+        answered = answered_or_shed(told)
+        print(statuses(told), {path: (len(it), quantile(it, 0.99)) for path, it in seen.probes_s.items()})
+        print(f"{(seen.most_bytes - before) / MIB:.0f} MiB more")
+        assert answered >= 1000, statuses(told)
+        for taken in seen.probes_s.values():
+            assert len(taken) > 5
+            assert quantile(taken, 0.99) < 1.0
+        assert seen.most_bytes - before < 150 * MIB
+        check_quiet(fleet)
+
+
+# ---- what there is only so much of
+
+
+def test_descriptors_run_out_and_come_back(tmp_path: Path) -> None:
+    gate = Gate()
+    with running(tmp_path, 2, resources=[(resource.RLIMIT_NOFILE, 160)]) as fleet:
+        for it in fleet.engines:
+            it.otherwise = Script(gate=gate)
+
+        async def many() -> list[Told]:
+            tasks = [asyncio.ensure_future(ask(fleet.port, completion([it], 2))) for it in range(400)]
+            await asyncio.sleep(2.0)
+            gate.open()
+            return list(await asyncio.gather(*tasks))
+
+        told = looped(many())
+        print(statuses(told))
+        check_quiet(fleet)
+        all_alive(fleet)
+        told = at_once(fleet.port, [completion([it], 2) for it in range(20)])
+        assert answered_or_shed(told) == 20, fleet.logs()
+
+
+def test_large_bodies_together_are_limited(tmp_path: Path) -> None:
+    size, room = 16 * MIB, 4
+    with running(tmp_path, 1, limits={"buffered_bytes": room * size}) as fleet:
+        (worker,) = fleet.workers()
+        before = rss_bytes(worker)
+
+        async def slowly(wanted: int) -> None:
+            piece = b" " * MIB
+            clients = [await asyncio.open_connection("127.0.0.1", fleet.port) for _ in range(wanted)]
+            for _, writer in clients:
+                writer.write(post("/v1/completions", b" " * 1024, size=size))
+            refused, taken = [], []
+            for reader, writer in clients:
+                try:
+                    async with asyncio.timeout(0.5 if len(taken) < room else 5.0):
+                        head = await reader.readuntil(b"\r\n\r\n")
+                    assert b" 503 " in head and b"retry-after" in head
+                    refused.append(writer)
+                except TimeoutError:
+                    taken.append(writer)
+            assert len(taken) == room
+            for _ in range(12):
+                for writer in taken:
+                    writer.write(piece)
+                    await writer.drain()
+            answer = await ask(fleet.port, completion([1, 2, 3]))
+            assert (answer.status, answer.whole) == (200, True)
+            assert rss_bytes(worker) - before < 1.5 * room * size
+            for _, writer in clients:
+                writer.transport.abort()
+
+        looped(slowly(200))
+        until(lambda: looped(ask(fleet.port, post("/v1/completions", b" " * size))).status == 400, fleet.logs)
+        check_quiet(fleet)
+
+
+def test_clients_that_never_read_hold_up_nobody(tmp_path: Path) -> None:
+    lazy, tokens, wide_bytes = 100, 200, 64 << 10
+    with running(tmp_path, 2) as fleet:
+        (worker,) = fleet.workers()
+        before = rss_bytes(worker)
+        for it in fleet.engines:
+            it.script(*[Script(wide_bytes=wide_bytes)] * lazy)
+
+        async def some() -> None:
+            links = [await connected(fleet.port, window_bytes=4096) for _ in range(lazy)]
+            for number, link in enumerate(links):
+                link.writer.write(completion([number], tokens))
+            deadline_s = time.monotonic() + 20
+            said = -1
+            while said != (said := sum(it.said for it in fleet.engines)) or not said:
+                assert time.monotonic() < deadline_s
+                await asyncio.sleep(0.3)
+            assert said < lazy * tokens
+            for it in fleet.engines:
+                it._scripts.clear()
+            told = list(await asyncio.gather(*(ask(fleet.port, completion([7, it])) for it in range(50))))
+            print(quantile([it.end_s for it in told], 0.99), f"{(rss_bytes(worker) - before) / MIB:.0f} MiB", said)
+            assert answered_or_shed(told) == 50
+            assert quantile([it.end_s for it in told], 0.99) < 1.0
+            assert rss_bytes(worker) - before < lazy * 2.5 * MIB
+            for link in links:
+                link.writer.transport.abort()
+
+        looped(some())
+        check_quiet(fleet)
+        until(lambda: sum(it.aborted for it in fleet.engines) == lazy, lambda: [it.aborted for it in fleet.engines])
+
+
+# ---- who may not
+
+
+def test_a_wrong_key_is_refused_before_its_body_is_sent(tmp_path: Path) -> None:
+    key = new_key()
+    tenants = [{"name": "one", "keys": [key_row(key)]}]
+    with running(tmp_path, 1, file={"tenants": tenants, "secret": "x" * 32}) as fleet:
+
+        async def asks(path: str, more: str) -> int:
+            return (await ask(fleet.port, post(path, b"{", more, size=10 * MIB))).status
+
+        good = f"Authorization: Bearer {key}\r\n"
+        assert looped(asks("/v1/completions", "Authorization: Bearer sk-hw-wrong\r\n")) == 401
+        assert looped(asks("/v1/completions", "")) == 401
+        assert looped(asks("/v1/nothing", good)) == 404
+        assert looped(asks("/v1/models", good)) == 405
+        assert fleet.control("GET", "/metrics").body.count(b'code="invalid_api_key"') == 1
+        assert not fleet.engines[0].asked
