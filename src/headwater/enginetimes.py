@@ -55,4 +55,4 @@ class EngineTimes:
             return 0.0
         kv_s = kv_tokens * (self.decode_kv_s + self.decode_kv2_s * kv_tokens)
         total = self.decode_fixed_s + self.decode_request_s * requests + kv_s
-        return total if total > 0.0 else 0.0
+        return total if total > 0.0 else 0.0  # noqa: FURB136, max() takes three times as long

@@ -58,8 +58,6 @@ class Script:
     """Writes are of so many bytes at most."""
     huge_bytes: int = 0
     """So much more text in the first token's event."""
-    wide_bytes: int = 0
-    """So much more text in every token's event."""
     gate: Gate | None = None
     """Each token waits for it."""
     token_s: float = 0.0
@@ -150,8 +148,8 @@ class Engine:
         self.computed: Counter[tuple[int, ...]] = Counter()
         """How often each whole prompt was computed rather than found."""
         self.computed_tokens = 0
-        self.said = 0
-        """Tokens of streams."""
+        self.missed: list[int] = []
+        """Of each request, how many tokens were not found."""
         self.stored: Callable[[Sequence[int], int, str], None] | None = None
         """Told of each prompt's ids, how many of them were found, and its salt."""
         self._known: set[tuple[str, int, int]] = set()
@@ -486,10 +484,7 @@ class _Answer:
             for ids, text, finish, stop, logprobs in self._steps(index):
                 if self.script.huge_bytes and not total:
                     text += "x" * self.script.huge_bytes
-                if self.script.wide_bytes:
-                    text += "x" * self.script.wide_bytes
                 total += len(ids)
-                self.engine.said += len(ids)
                 yield (
                     len(ids),
                     self._event(self._step(index, ids, text, finish, stop, logprobs, first=total == len(ids))),
@@ -539,6 +534,7 @@ class _Answer:
         if self._found is None:
             self._found = sum([self.engine.found(ids, self.fields.get("cache_salt") or "") for ids in self.prompts])
             self.missed = sum(map(len, self.prompts)) - self._found
+            self.engine.missed.append(self.missed)
         return self._found
 
     def _steps(self, index: int) -> Iterator[tuple[list[int], str, str | None, str | None, Any]]:

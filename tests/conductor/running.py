@@ -26,7 +26,7 @@ from tests.conductor.engine import Engine, serving
 from tests.node.conftest import eventually
 from tests.servers import free_port
 
-START_S, STOP_S, ASK_S = 30.0, 20.0, 20.0
+START_S, STOP_S, ASK_S = 60.0, 20.0, 20.0
 
 
 @dataclass
@@ -152,7 +152,8 @@ def running(
         log = folder / "conductor.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [*_within(resources), sys.executable, "-m", "headwater", "conductor", str(path), "--runtime-dir", str(folder / "run")],
+                [*_within(resources), sys.executable, "-m", "headwater", "conductor", str(path),
+                 "--runtime-dir", str(folder / "run")],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ),
                 start_new_session=True,
             )  # fmt: skip

@@ -10,7 +10,7 @@ from headwater.conductor import bodies
 from headwater.conductor.bodies import read
 from headwater.conductor.http.exchange import Headers, Request
 from headwater.conductor.job import BadRequest, Kind, Parsed
-from headwater.conductor.nesting import BIG_BYTES, CONTAINERS, check_counts, is_deeper
+from headwater.conductor.nesting import BIG_BYTES, CONTAINERS, STRINGS, check_counts, is_deeper
 from headwater.fleetfile.model import Limits
 
 LIMITS = Limits()
@@ -151,8 +151,11 @@ def test_refuses_too_many_ids() -> None:
         ({"ec_transfer_params": 1}, "ec_transfer_params"),
         ({"vllm_xargs": {"kv_transfer_params": "a"}}, "kv_transfer_params"),
         ({"vllm_xargs": ["kv_transfer_params"]}, "vllm_xargs"),
+        ({"vllm_xargs": 0}, "vllm_xargs"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": ""}, "chat_template_kwargs"),
     ],
-    ids=range(55),
+    ids=range(58),
 )
 def test_refuses_fields_of_chats(fields: dict[str, Any], param: str) -> None:
     assert refused(json.dumps({"messages": HI, **fields}).encode()).param == param
@@ -295,6 +298,11 @@ def test_counts_are_bounded_before_decoding() -> None:
         with pytest.raises(BadRequest):
             check_counts(body + filler, 1000)
     assert refused(b'{"messages":[' + b"{}," * CONTAINERS + b"{}]}").status == 413
+    for text in (b'""', b'"\\\\"', b'"\\""'):
+        body = b"[" + (text + b",") * STRINGS + b'"a"]'
+        assert refused(b'{"messages":' + body + b"}").status == 413
+        check_counts(b"[" + (text + b",") * (STRINGS - 1) + b'"a"]', 1 << 30)
+    check_counts(b'["' + b'\\"' * (4 * STRINGS) + b'"]', 1 << 30)
 
 
 def test_size_and_numbers_are_bounded() -> None:

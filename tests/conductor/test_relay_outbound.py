@@ -83,7 +83,10 @@ def test_the_salt_is_ours() -> None:
     assert "cache_salt" not in sent({**CHAT, "cache_salt": "theirs"})
 
 
-@pytest.mark.parametrize(("own", "tenant", "there"), [(0, 0, None), (3, 0, 3), (0, 5, -5), (2, 5, -3), (5, 5, None)])
+@pytest.mark.parametrize(
+    ("own", "tenant", "there"),
+    [(0, 0, None), (3, 0, 3), (0, 5, -5), (2, 5, -3), (5, 5, None), (-9, 0, None), (-9, 5, -5)],
+)
 def test_priorities_go_only_to_engines_that_have_any(own: int, tenant: int, there: int | None) -> None:
     assert sent({**CHAT, "priority": own}, PRIORITIES, tenant=tenant).get("priority") == there
     assert "priority" not in sent({**CHAT, "priority": own}, tenant=tenant)

@@ -10,9 +10,9 @@ of its own, and soon every other instance looks better, where all of it would be
                everybody who waits in one batch, it goes to one of these
 
 A leader counts until its first token and for `LINGER_S` more: then the prefix is where it is known to be, and the
-policy knows best. It counts on while anybody waits for admission who came before that, as the rest of a herd does that
-is larger than what instances take at once. How deep two prompts are alike is looked up at depths 1, 4, 16 ... keys: it
-is found to be at least a quarter of what it is.
+policy knows best. It counts on for who came before that, and was tokenised or waited for admission meanwhile: the rest
+of a herd. How deep two prompts are alike is looked up at depths 1, 4, 16 ... keys: it is found to be at least a quarter
+of what it is.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ BYTES_A_TOKEN = 4
 PRIORITIES = 7
 """So many steps up or down: admission keeps something back for each class that it has seen."""
 TTFT_SLO, TPOT_SLO = b"x-headwater-ttft-slo", b"x-headwater-tpot-slo"
-_PREFIX = b"x-headwater-"
+SLO_LENGTH = len(TTFT_SLO)
+"""Of both: most headers are told apart by that."""
 SLO_LEAST_S, SLO_MOST_S = 1e-3, 3600.0
 
 
@@ -42,19 +43,17 @@ class Asking:
     def flight(self, job: Job, sent: Sent, refused: Refused) -> Flight:
         """A job's flight; fills its `lenses`, `held` and `ask`."""
         parsed, tokenised, tenant = job.parsed, job.tokenised, job.tenant
-        ids = tokenised.ids if tokenised is not None else None
-        if ids is not None:
-            tokens = max(len(ids), 1)
-            job.lenses = self._sight.lenses(parsed.model, job.salt, ids)
-        else:
-            tokens = max(len(job.exchange.request.body) // BYTES_A_TOKEN, 1)
-            job.lenses = ()
+        ids, tokens = tokenised.ids if tokenised is not None else None, tokens_of(job)
+        job.lenses = self._sight.lenses(parsed.model, job.salt, ids) if ids is not None else ()
         lenses = job.lenses
         finest = lenses[0] if len(lenses) == 1 else min(lenses, key=_tokens_of, default=NO_LENS)
-        output = self._outputs.expected(tenant.name, output_kind(job), OUTPUT_TOKENS)
-        if parsed.max_tokens is not None:
-            output = min(output, parsed.max_tokens)
+        output, most = self._outputs.expected(tenant.name, output_kind(job), OUTPUT_TOKENS), parsed.max_tokens
+        if most is not None and most < output:
+            output = most
         ttft_s, tpot_s = self._slos(job, job.exchange.request.headers)
+        priority = tenant.priority
+        if parsed.priority:
+            priority = self._priority(priority, parsed.priority)
         self._serial += 1
         name = str(self._serial)
         job.ask = Ask(
@@ -66,11 +65,12 @@ class Asking:
             parsed.model,
             parsed.session,
             tenant.name,
-            self._priority(tenant.priority, parsed.priority),
+            priority,
             ttft_s,
             tpot_s,
         )
-        job.held = self.held(job)
+        if lenses and self._needs_held:
+            job.held = self._sight.held(parsed.model, lenses)
         return Flight(name, job, job.ask, sent, refused)
 
     def held(self, job: Job) -> Held:
@@ -81,7 +81,7 @@ class Asking:
         ttft_s = job.tenant.slo.ttft_s or self._slo.ttft_s
         tpot_s = job.tenant.slo.tpot_s or self._slo.tpot_s
         for name, value in headers:
-            if name.startswith(_PREFIX):
+            if len(name) == SLO_LENGTH:
                 if name == TTFT_SLO:
                     ttft_s = _less_urgent(ttft_s, value)
                 elif name == TPOT_SLO:
@@ -89,8 +89,6 @@ class Asking:
         return ttft_s, tpot_s
 
     def _priority(self, tenants: int, asked: int) -> int:
-        if not asked:
-            return tenants
         return tenants - min(max(asked, 0 if self._has_tenants else -PRIORITIES), PRIORITIES)
 
 
@@ -101,9 +99,17 @@ def _tokens_of(lens: Lens) -> int:
     return lens.tokens
 
 
+def tokens_of(job: Job) -> int:
+    """How long its prompt is, or about how long."""
+    tokenised = job.tokenised
+    if tokenised is not None and tokenised.ids is not None:
+        return len(tokenised.ids) or 1
+    return len(job.exchange.request.body) // BYTES_A_TOKEN or 1
+
+
 def output_kind(job: Job) -> str:
     """Under which name lengths of answers are remembered, besides the tenant's."""
-    return job.parsed.kind.value + job.parsed.model
+    return job.parsed.kind + job.parsed.model
 
 
 def coarsest(lenses: Sequence[Lens]) -> Lens:

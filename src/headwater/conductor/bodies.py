@@ -137,8 +137,7 @@ def read_chat(parsed: Parsed, limits: Limits) -> None:
     tools = fields.get("tools")
     if tools is not None:
         check_tools(tools, limits.tools)
-    if type(fields.get("chat_template_kwargs") or {}) is not dict:
-        raise BadRequest("expected an object", "chat_template_kwargs")
+    table(fields, "chat_template_kwargs")
     flag(fields, "logprobs")
     whole(fields, "top_logprobs", -1, INT32)
     # Both may be there; as in the engines, the newer name wins.
@@ -148,7 +147,7 @@ def read_chat(parsed: Parsed, limits: Limits) -> None:
 
 
 def has_template(parsed: Parsed) -> bool:
-    """Whether a client brings a chat template of its own, by either way that engines take it: a program that they run."""
+    """Whether a client brings a chat template, a program that engines run, by either way that they take it."""
     if parsed.kind is not Kind.CHAT:
         return False
     more = parsed.fields.get("chat_template_kwargs") or {}
@@ -266,9 +265,7 @@ def read_session(request: Request, fields: dict[str, Any]) -> str:
 
 def refuse_transfer(fields: dict[str, Any]) -> None:
     """Raise BadRequest if a client gives what only engines tell each other, by either way that engines take it."""
-    more = fields.get("vllm_xargs") or {}
-    if type(more) is not dict:
-        raise BadRequest("expected an object", "vllm_xargs")
+    more = table(fields, "vllm_xargs")
     for name in TRANSFER:
         if fields.get(name) is not None or name in more:
             raise BadRequest("expected none from clients", name)
@@ -301,6 +298,16 @@ def flag(fields: dict[str, Any], name: str, param: str | None = None) -> bool:
         return False
     if type(value) is not bool:
         raise BadRequest("expected true or false", param or name)
+    return value
+
+
+def table(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """A field that is an object; absent and null are an empty one."""
+    value = fields.get(name)
+    if value is None:
+        return {}
+    if type(value) is not dict:
+        raise BadRequest("expected an object", name)
     return value
 
 

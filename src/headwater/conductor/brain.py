@@ -21,7 +21,7 @@ said to, and nothing is learned from it but how long its answer is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,8 +34,10 @@ from headwater.conductor.flight import Flight
 from headwater.conductor.job import How, Job, Phase, Refusal, Refused, Sent, Target
 from headwater.conductor.learning import Learning
 from headwater.conductor.loads import STEP_TOKENS, Loads
+from headwater.conductor.nobody import GRACE_AGAIN_S, RETRY_S, refusal_of
 from headwater.conductor.orders import Orders, Prefetch
 from headwater.conductor.parts import Sight
+from headwater.conductor.presumed import Presumed
 from headwater.conductor.registry import Roster
 from headwater.conductor.signals import Signals
 from headwater.conductor.tallies import Tallies
@@ -47,20 +49,17 @@ from headwater.core.policies import POLICIES
 from headwater.core.predictions import Outputs, Predictions
 from headwater.core.rates import USUAL, Rates
 from headwater.core.shares import work_tokens
-from headwater.fleet import Choice, Fleet, Instance
+from headwater.fleet import Choice, Fleet, Place, Role
 from headwater.fleetfile.model import FleetFile
 from headwater.ports import RoutingPolicy
 
 ASK_AGAIN_S = 1e-3
 """Those who wait are asked again after at least so long."""
-GRACE_S = 1.0
-"""Where nobody is alive, but somebody was just now, requests wait: most who are gone for a moment come back in it."""
-GRACE_AGAIN_S = 0.1
 HANDOFF_S, HANDOFF_LOOK_S = 0.5, 1e-3
 """A decode instance is asked once the KV of its prompt is in the store, where a node tells us; but not later than so,
 nor than it takes to compute it."""
-RETRY_S = 1.0
-"""When to come back to a fleet that has no room for any more, or nobody alive."""
+HEADERS_MOST = 4096
+"""Of so many targets the headers are kept."""
 
 
 class FleetBrain:
@@ -100,6 +99,7 @@ class FleetBrain:
         self.explanations = Explained(roster, about.explained)
         self.choosing = Choosing(self.policy, self.fleet, self.loads)
         self.choosing.waiting_s = self.turns.waiting_s
+        self.earning = self.choosing.earning
         self._orders = Orders(prefetch, counts) if prefetch is not None else None
         self._tallies = Tallies(counts, roster)
         self._flights: dict[str, Flight] = {}
@@ -107,6 +107,8 @@ class FleetBrain:
         self._at: dict[int, int] = {}
         """How many of them are at an instance, in either role."""
         self._labels: dict[int, tuple[bytes, bytes]] = {}
+        self._headers_made: dict[tuple[int, int, int, int, Place | None], Mapping[bytes, bytes]] = {}
+        self._presumed = Presumed(timers, self._presume)
         self._asks = False
         self._alarm: Timer | None = None
         self._alarm_s = float("inf")
@@ -131,7 +133,7 @@ class FleetBrain:
             refused(Refusal(503, "overloaded", "too many requests are in progress", RETRY_S))
             return
         flight = self._asking.flight(job, sent, refused)
-        counted = job.tokenised.how.value if job.tokenised is not None else How.NONE.value
+        counted = job.tokenised.how if job.tokenised is not None else How.NONE
         flight.record = Record(job.id, flight.ask, counted, job.arrived_s)
         self.explanations.begin(flight.record)
         if self.admission is not None and self.turns.waiting(flight.ask.model):
@@ -155,7 +157,7 @@ class FleetBrain:
             return
         now = flight.first_s = self._timers.time()
         if not flight.computed_s:
-            self._begin(flight)
+            self._begin(flight, now)
         if self.admission is not None:
             self.admission.started(flight.name, now)
         if not flight.answered:
@@ -177,7 +179,7 @@ class FleetBrain:
             then()
             return
         flight.computed_s = now
-        self._begin(flight)
+        self._begin(flight, now)
         self._hand_off(flight, now + min(HANDOFF_S, flight.choice.parts.prefill_s), HANDOFF_LOOK_S, then)
 
     def _hand_off(self, flight: Flight, until_s: float, look_s: float, then: Callable[[], None]) -> None:
@@ -194,17 +196,20 @@ class FleetBrain:
             self._counts.add("handoffs", "stored" if stored else "late")
         then()
 
-    def _begin(self, flight: Flight) -> None:
+    def _begin(self, flight: Flight, now: float) -> None:
         """It decodes from now on, as far as we know."""
-        if flight.presumed is not None:
-            flight.presumed.cancel()
-            flight.presumed = None
-        choice, now = flight.choice, self._timers.time()
+        flight.presumed_s, choice = 0.0, flight.choice
         assert choice is not None, f"{flight.name} is nowhere"
         self.loads.prefilled(flight.name, choice, now)
         self.choosing.alike.started(flight.name, now)
         it = self.fleet.instances[choice.decode]
         flight.decoders = it.running_requests + 1, it.running_tokens + flight.ask.tokens
+
+    def _presume(self, name: str, when_s: float) -> None:
+        """A first token is taken to have come, unless its request has ended, or was sent anew since."""
+        flight = self._flights.get(name)
+        if flight is not None and flight.presumed_s == when_s:
+            self._begin(flight, self._timers.time())
 
     def progressed(self, job: Job) -> None:
         """See `parts.Brain`."""
@@ -222,7 +227,7 @@ class FleetBrain:
         if self.choosing.health is not None:
             self.choosing.health.trouble(number, why)
         choice, begun = flight.choice, flight.first_s > 0
-        self._land(flight, None)
+        self._land(flight, None, self._timers.time())
         if not begun:
             if not flight.handed:
                 self._sight.unexpect(choice.prefill, job.lenses)
@@ -249,14 +254,14 @@ class FleetBrain:
             return
         now, choice = self._timers.time(), flight.choice
         job.ended_s = now
-        if whole and flight.presumed is not None:
-            self._begin(flight)  # answered sooner than it was said to begin
+        if whole and flight.presumed_s:
+            self._begin(flight, now)  # answered sooner than it was said to begin
         if flight.first_s or whole:
             self.learning.ended(flight, now, whole=whole)
             self._tallies.ended(flight, choice, now, whole=whole)
         else:
             self.choosing.alike.lost(flight.name)
-        self._land(flight, job.answered_tokens if whole and not flight.losses else None)
+        self._land(flight, job.answered_tokens if whole and not flight.losses else None, now)
         self._over(flight, "whole" if whole else "cut")
         self._ended(choice)
 
@@ -294,29 +299,16 @@ class FleetBrain:
 
     def _nobody(self, flight: Flight, now: float) -> bool:
         """No instance can serve it: say why, or wait for one that was there a moment ago."""
-        ask, instances = flight.ask, self.fleet.instances
-        mine = [it for it in instances.values() if it.model == ask.model]
-        serving = [it for it in mine if it.alive and not it.draining and it.number not in flight.excluded]
-        counted = flight.job.tokenised is not None and flight.job.tokenised.ids is not None
-        if not mine:
-            refusal = Refusal(404, "model_not_found", "no instance serves this model")
-        elif counted and serving and max(it.capacity_tokens for it in serving) < ask.tokens:
-            refusal = Refusal(400, "context_length_exceeded", "the prompt is longer than any instance's KV cache")
-        elif flight.losses or not self._comes_back(mine, now):
-            refusal = Refusal(503, "no_instance", "no instance can serve it now", RETRY_S)
-        else:
-            if flight.waits or self._wait(flight, None):
-                self._ask_later(GRACE_AGAIN_S)
-                return False
+        refusal = refusal_of(
+            flight.job, flight.ask.tokens, self.fleet.instances.values(), flight.excluded, self.choosing.health, now
+        )
+        if refusal is not None:
+            self._refuse(flight, refusal)
             return True
-        self._refuse(flight, refusal)
-        return True
-
-    def _comes_back(self, mine: Sequence[Instance], now: float) -> bool:
-        if self.choosing.health is None or any(it.alive and not it.draining for it in mine):
+        if flight.waits or self._wait(flight, None):
+            self._ask_later(GRACE_AGAIN_S)
             return False
-        outs = [self.choosing.health.out_s(it.number, now) for it in mine if not it.draining]
-        return any(out is not None and out < GRACE_S for out in outs)
+        return True
 
     def _send(self, flight: Flight, it: Try, chosen: Chosen, now: float) -> None:
         job, ask, choice, fleet = flight.job, flight.ask, it.choice, self.fleet
@@ -339,17 +331,31 @@ class FleetBrain:
             self._sight.expect(choice.decode, job.lenses)
         self.choosing.sent(flight, choice, now)
         self._flights[flight.name] = flight
-        for number in (choice.prefill, choice.decode):
-            self._at[number] = self._at.get(number, 0) + 1
+        at = self._at
+        at[choice.prefill] = at.get(choice.prefill, 0) + 1
+        if choice.decode != choice.prefill:
+            at[choice.decode] = at.get(choice.decode, 0) + 1
+        if choice.prefill == choice.decode and target.role is not Role.BOTH:
+            self._counts.add("unpaired")
         if self._orders is not None:
             self._orders.sent(job, choice, target, now)
         if not job.parsed.stream:
-            flight.presumed = self._timers.call_later(choice.parts.ttft_s, partial(self._begin, flight))
+            flight.presumed_s = now + choice.parts.ttft_s
+            self._presumed.add(flight.name, flight.presumed_s, now)
         job.choice, job.phase, job.routed_s = choice, Phase.SENT, now
         job.tries += 1
         flight.sent(Target(choice.prefill, choice.decode, self._headers(choice)))
 
     def _headers(self, choice: Choice) -> Mapping[bytes, bytes]:
+        key = (choice.prefill, choice.decode, choice.cached_tokens, choice.fetched_tokens, choice.source)
+        headers = self._headers_made.get(key)
+        if headers is None:
+            if len(self._headers_made) >= HEADERS_MOST:
+                self._headers_made.clear()
+            headers = self._headers_made[key] = self._make_headers(choice)
+        return headers
+
+    def _make_headers(self, choice: Choice) -> Mapping[bytes, bytes]:
         instance, node = self._labels[choice.decode]
         reuse = f"device={choice.cached_tokens}"
         if choice.source is not None:
@@ -363,13 +369,10 @@ class FleetBrain:
 
     # ---- the end
 
-    def _land(self, flight: Flight, tokens: int | None) -> None:
+    def _land(self, flight: Flight, tokens: int | None, now: float) -> None:
         """Take it out of all books; `tokens` as in `Admission.finished`."""
-        now, choice = self._timers.time(), flight.choice
+        choice, flight.presumed_s = flight.choice, 0.0
         assert choice is not None, f"{flight.name} is nowhere"
-        if flight.presumed is not None:
-            flight.presumed.cancel()
-            flight.presumed = None
         if flight.handing is not None:
             flight.handing.cancel()
             flight.handing = None
@@ -378,14 +381,19 @@ class FleetBrain:
         if self.admission is not None:
             self.admission.finished(flight.name, tokens, now)
         del self._flights[flight.name]
-        for number in (choice.prefill, choice.decode):
-            self._at[number] -= 1
+        if not self._flights:
+            self._presumed.clear()
+        self._at[choice.prefill] -= 1
+        if choice.decode != choice.prefill:
+            self._at[choice.decode] -= 1
         flight.choice = None
 
     def _ended(self, choice: Choice) -> None:
         """Something is over there: there may be room now, or the last one has left."""
-        for number in {choice.prefill, choice.decode}:
-            self.depart(number)
+        if not self._at.get(choice.prefill):
+            self.depart(choice.prefill)
+        if choice.decode != choice.prefill:
+            self.depart(choice.decode)
         if len(self.turns):
             self._ask_later(ASK_AGAIN_S)
 
@@ -502,6 +510,7 @@ class FleetBrain:
     def _joined(self, number: int) -> None:
         spec = self._roster.spec(number)
         self._labels[number] = spec.name.encode(), (spec.node or "").encode()
+        self._headers_made.clear()
         self.learning.joined(number)
 
     def _left(self, number: int) -> None:

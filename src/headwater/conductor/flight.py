@@ -27,7 +27,7 @@ class Flight:
         "job",
         "losses",
         "name",
-        "presumed",
+        "presumed_s",
         "pushed_s",
         "queued",
         "record",
@@ -50,8 +50,8 @@ class Flight:
         """When its first token came from this instance; 0 if it has not."""
         self.answered = False
         """Whether a first token came from anywhere."""
-        self.presumed: Timer | None = None
-        """When it is taken to have begun, where nobody says so."""
+        self.presumed_s = 0.0
+        """When it is taken to have begun, where nobody says so; 0 if somebody does, or it has."""
         self.handed = False
         """Of a pair: whether its first leg is over."""
         self.computed_s = 0.0

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from headwater.conductor.asking import output_kind
 from headwater.conductor.flight import Flight
+from headwater.conductor.job import Job
 from headwater.conductor.registry import Roster
 from headwater.core.predictions import Outputs
 from headwater.core.rates import WINDOW, Rates
 
 EVERY_S = 0.2
+ANSWERS, ANSWERS_EVERY_S = 256, 0.02
+"""After so many answers of one kind, only one in so long is looked at."""
+KINDS_MAX = 1024
 
 
 class Learning:
@@ -22,6 +26,8 @@ class Learning:
         self._roster, self.rates, self._outputs = roster, rates, outputs
         self._next_s: dict[int, float] = {}
         self._seen: dict[int, int] = {}
+        self._rare: dict[tuple[str, str], list[float]] = {}
+        """Of tenants and kinds of requests, how many answers were looked at, and when the next one is."""
 
     def joined(self, number: int) -> None:
         """A new instance is taken to be like its kind."""
@@ -38,13 +44,14 @@ class Learning:
         job, choice = flight.job, flight.choice
         assert choice is not None, f"{flight.name} is nowhere"
         # A stream that was moved is no answer of its own, nor are several in one.
-        if whole and job.parsed.n == 1 and not flight.losses:
-            self._outputs.observe(job.tenant.name, output_kind(job), job.answered_tokens)
-        if not flight.first_s:
+        if flight.losses or job.parsed.n > 1:
+            return
+        if whole:
+            self._answered(job, now)
+        next_s = self._next_s
+        if not flight.first_s or (now < next_s.get(choice.prefill, 0.0) and (now < next_s.get(choice.decode, 0.0))):
             return
         numbers = {choice.prefill, choice.decode}
-        if all(now < self._next_s.get(it, 0.0) for it in numbers) or job.parsed.n > 1 or flight.losses:
-            return
         self._prefill(flight, choice.prefill, now)
         self._decode(flight, choice.decode, now)
         for it in numbers:
@@ -52,6 +59,20 @@ class Learning:
             if seen > WINDOW:
                 self._next_s[it] = now + EVERY_S
             self._apply(it)
+
+    def _answered(self, job: Job, now: float) -> None:
+        """Lengths of which many are known are looked at now and then, those of each tenant and kind by themselves."""
+        name, kind = job.tenant.name, output_kind(job)
+        rare = self._rare.get((name, kind))
+        if rare is None:
+            if len(self._rare) >= KINDS_MAX:
+                self._rare.clear()
+            rare = self._rare[name, kind] = [0, 0.0]
+        if now >= rare[1]:
+            self._outputs.observe(name, kind, job.answered_tokens)
+            rare[0] += 1
+            if rare[0] > ANSWERS:
+                rare[1] = now + ANSWERS_EVERY_S
 
     def _prefill(self, flight: Flight, number: int, now: float) -> None:
         job, choice = flight.job, flight.choice

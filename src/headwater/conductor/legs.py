@@ -185,13 +185,14 @@ class Stream:
         "_limit_bytes",
         "_obstacle",
         "_owner",
+        "_send",
         "_strips",
         "_unreported",
     )
 
     def __init__(self, owner: Owner, obstacle: str) -> None:
         """`obstacle`: why it could not be moved; '' if it can, and then its ids were asked for."""
-        self._owner, self._job = owner, owner.job
+        self._owner, self._job, self._send = owner, owner.job, owner.exchange.send
         self._events = Events(owner.limits.event_bytes)
         self._body: Body | None = None
         self._obstacle = obstacle
@@ -211,7 +212,14 @@ class Stream:
             self._body = Body(status, headers, self._owner.limits.answer_bytes)
 
     def data(self, data: bytes) -> None:
-        """See `Sink`."""
+        """See `Sink`. Nearly always one event with tokens, which is done with here."""
+        if self._answering and not self._done and not self._events.parts and data.find(_END) == len(data) - 2:
+            out = self._token_event(data)
+            if out is not None:
+                self._send(out)
+                if self._unreported >= REPORTED_TOKENS:
+                    self._report()
+                return
         if self._body is not None:
             if not self._body.add(data):
                 self._owner.too_long()
@@ -224,18 +232,7 @@ class Stream:
             self._owner.too_long()
             return
         if events:
-            self._pass(events)
-
-    def _pass(self, events: bytes) -> None:
-        """Nearly always one event with tokens, which is done with here."""
-        if self._answering and events.find(_END) == len(events) - 2:
-            out = self._token_event(events)
-            if out is not None:
-                self._owner.exchange.send(out)
-                if self._unreported >= REPORTED_TOKENS:
-                    self._report()
-                return
-        self._pass_each(events)
+            self._pass_each(events)
 
     def _pass_each(self, events: bytes) -> None:
         out: list[bytes] = []
@@ -248,7 +245,7 @@ class Stream:
             broken = True
         said = b"".join(out)
         if said:
-            self._owner.exchange.send(said)
+            self._send(said)
         if broken:
             self._owner.cut("error")
         elif self._done:
@@ -269,7 +266,9 @@ class Stream:
             return None
         self._job.answered_tokens += count
         self._unreported += count
-        self._keep(event)
+        self._last = event
+        if not self._obstacle:
+            self._keep(event)
         return out
 
     def _report(self) -> None:
@@ -277,9 +276,7 @@ class Stream:
         self._owner.progressed()
 
     def _keep(self, event: bytes) -> None:
-        self._last = event
-        if self._obstacle:
-            return
+        """For those who would have to go on with it."""
         self._journal.append(event)
         self._journal_bytes += len(event)
         if self._journal_bytes > self._limit_bytes:
@@ -298,7 +295,9 @@ class Stream:
         if self._done or said is None:
             out = event if said is not None else b""
         else:
-            self._keep(event)
+            self._last = event
+            if not self._obstacle:
+                self._keep(event)
             self._job.answered_tokens += said
             out = tokenids.without(event) if self._strips else event
         if self._answering:

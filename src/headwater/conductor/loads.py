@@ -1,8 +1,9 @@
 """The fleet's loads as policies read them, written no more often than they have to be.
 
 `LoadBook.fill` works all instances out anew, from three accounts; with several Conductors it costs as much as the
-choice itself. So it is called every `FILL_S` (`FILL_ALONE_S` where there are no others), and when somebody else has said something. In between only our own
-requests change anything: an instance is then what it was at that time, and what we have there more or less since.
+choice itself. So it is called every `FILL_S` (`FILL_ALONE_S` where there are no others), and when somebody else has
+said something. In between only our own requests change anything: an instance is then what it was at that time, and what
+we have there more or less since.
 """
 
 from __future__ import annotations
@@ -64,9 +65,11 @@ class Loads:
         """An engine's own word on how many requests it has.
 
         Engines count a request as running from its first step on, and we from its first token on: who is in prefill is
-        taken as waiting here, as far as we know of such.
+        taken as waiting here, as far as we know of such. They count when a step ends, and within a long one tell of the
+        time before it: what we know it to have it has, whatever it says.
         """
-        total = waiting + running
+        ours = self.book.own_at(instance, sampled_s)
+        total = max(waiting + running, ours.waiting_requests + ours.running_requests)
         waiting = min(max(self.book.load(instance, now).waiting_requests, waiting), total)
         self.book.told(instance, sampled_s, waiting, total - waiting, now=now)
         self._fill_s = float("-inf")

@@ -14,6 +14,8 @@ from headwater.conductor.job import BadRequest
 
 CONTAINERS = 1 << 18
 """Objects and arrays in one body: 16 MiB of memory, 64 for each of the 4096 messages that are allowed."""
+STRINGS = 1 << 18
+"""Likewise: an empty one takes 50 bytes, and is written in three."""
 BIG_BYTES = 1 << 19
 """Smaller texts have too few values to matter."""
 
@@ -22,12 +24,15 @@ _is_nesting = frozenset((dict, list)).__contains__
 
 
 def check_counts(body: bytes, values: int) -> None:
-    """Raise BadRequest if a JSON text has more than `values` commas or CONTAINERS brackets outside of its strings.
+    """Raise BadRequest if a JSON text has more than `values` commas or CONTAINERS brackets outside of its strings, or
+    more than STRINGS of these.
 
-    Text that is not JSON may pass. Costs three counts, unless there are very many in the strings too.
+    Text that is not JSON may pass. Costs four counts, unless there are very many in the strings too.
     """
     if len(body) <= BIG_BYTES:
         return
+    if body.count(b'"') > 2 * STRINGS and unescaped(body).count(b'"') > 2 * STRINGS:
+        raise BadRequest(f"the body has more than {STRINGS} strings", status=413)
     if body.count(b"{") + body.count(b"[") <= CONTAINERS and body.count(b",") <= values:
         return
     bare = without_strings(body, values)
@@ -37,10 +42,15 @@ def check_counts(body: bytes, values: int) -> None:
         raise BadRequest(f"the body has more than {values} values", status=413)
 
 
+def unescaped(body: bytes) -> bytes:
+    """A JSON text without quotes that are escaped; nothing else of its structure changes."""
+    # Pairs first and from the left: what is left of a run of backslashes then escapes what follows it.
+    return body.replace(b"\\\\", b"").replace(b'\\"', b"")
+
+
 def without_strings(body: bytes, strings: int) -> bytes:
     """The commas and opening brackets of a JSON text that are not in strings."""
-    # Pairs first and from the left: what is left of a run of backslashes then escapes what follows it.
-    body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    body = unescaped(body)
     # Two quotes next to each other can go, whether they open and close a string or close one and open the next: what is
     # left stays inside or outside. So only strings with something in them are cut out.
     quoted = body.translate(None, _OTHERS).replace(b'""', b"")

@@ -94,8 +94,8 @@ def kept(parsed: Parsed) -> dict[str, Any]:
 
 
 def additions(to: Endpoint, job: Job) -> dict[str, Any]:
-    """What we say: the salt, and the priority. In vLLM the least comes first; a tenant's is the other way round, and its
-    requests can only go after what it has, not before."""
+    """What we say: the salt, and the priority. In vLLM the least comes first; a tenant's is the other way round, and
+    its requests can only go after what it has, not before."""
     added: dict[str, Any] = {"cache_salt": job.salt} if job.salt else {}
     asked = job.parsed.priority if not job.tenant.name else max(job.parsed.priority, 0)
     priority = asked - job.tenant.priority

@@ -27,8 +27,9 @@ class Worker:
         quotas: int,
         lifeline: int,
         environment: Mapping[str, str | None],
+        listening: tuple[int, ...] = (),
     ) -> None:
-        """Start it. `quotas` and `lifeline` are our descriptors, which it inherits. Raises ResourceError."""
+        """Start it. `quotas`, `lifeline` and `listening` are our descriptors, which it inherits. Raises ResourceError."""
         loop = asyncio.get_running_loop()
         self.row, self.fleet = row, fleet
         self.ready: asyncio.Future[bool] = loop.create_future()
@@ -39,12 +40,12 @@ class Worker:
         """When it became ready, on the loop's clock."""
         self._said = b""
         self._ready_read, ready = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        start = write_start(Start(row, str(folder), quotas, ready, lifeline, fleet))
+        start = write_start(Start(row, str(folder), quotas, ready, lifeline, fleet, listening))
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=start,
-                pass_fds=(quotas, ready, lifeline),
+                pass_fds=(quotas, ready, lifeline, *listening),
                 env=child_environment(environment),
                 process_group=0,  # Ctrl-C at a terminal is for the parent
             )

@@ -31,6 +31,7 @@ from headwater.conductor.http.exchange import Call, Headers, Sink, Upstreams
 from headwater.conductor.job import Job, Phase, Refusal, Target
 from headwater.conductor.legs import Moved, Small, Stream, Usage, Whole, room_of, usage_of
 from headwater.conductor.parts import Brain, Registry, Tenants
+from headwater.conductor.ranks import HEADER, Ranks
 from headwater.conductor.replay import Plan, Story, Translator, Unmovable, body_of, obstacle
 from headwater.fleetfile.model import Limits, Times
 
@@ -55,10 +56,11 @@ class Relay:
         clock: Callable[[], float],
         *,
         migrate: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         self.upstreams, self.registry, self.brain, self.tenants = upstreams, registry, brain, tenants
         self.counts, self.limits, self.times, self.clock = counts, limits, times, clock
-        self.migrate = migrate
+        self.migrate, self.ranks = migrate, ranks
         self.under_way = 0
         """Requests that are here."""
         self._endpoints: dict[int, outbound.Endpoint] = {}
@@ -92,6 +94,7 @@ class Passage:
         "_over",
         "_plan",
         "_prompt_tokens",
+        "_rank",
         "_relay",
         "_story",
         "_target",
@@ -110,6 +113,8 @@ class Passage:
         self._story: Story | None = None
         self._plan: Plan | None = None
         self._prompt_tokens = 0
+        self._rank: tuple[int, int] | None = None
+        """The instance and the rank that it was sent to by name."""
 
     # ---- to instances
 
@@ -190,7 +195,14 @@ class Passage:
 
     def _place(self, number: int, method: str, path: str, body: bytes, leg: Sink, first_s: float | None = None) -> None:
         relay = self._relay
-        headers = outbound.headers_to(relay.endpoint(number), self.job)
+        to = relay.endpoint(number)
+        headers = outbound.headers_to(to, self.job)
+        if to.spec.ranks > 1 and relay.ranks is not None and method == "POST":
+            self._leave_rank()
+            rank = relay.ranks.take(number, self.job.lenses)
+            if rank is not None:
+                self._rank = number, rank
+                headers.append((HEADER, b"%d" % rank))
         self._leg = leg
         most_s = relay.times.first_s if first_s is None else first_s
         call = relay.upstreams.call(relay.registry.origin(number), method, path, headers, body, leg, first_s=most_s)
@@ -241,8 +253,6 @@ class Passage:
         """See `Owner`. The leg stays to hear the end of its body, so that the connection can be used again."""
         self.exchange.end()
         self._end(whole=True, how="whole")
-        if self._full and self._call is not None:
-            self._call.resume()
 
     def failed(self, why: str) -> None:
         """See `Owner`."""
@@ -340,7 +350,13 @@ class Passage:
     def _ours(self) -> Headers:
         return [*self._target.headers.items(), (b"x-request-id", self.job.id.encode())]
 
+    def _leave_rank(self) -> None:
+        if self._rank is not None and self._relay.ranks is not None:
+            self._relay.ranks.ended(*self._rank)
+            self._rank = None
+
     def _drop_call(self) -> None:
+        self._leave_rank()
         call, self._call, self._leg = self._call, None, None
         if call is not None:
             call.abort()
@@ -353,6 +369,11 @@ class Passage:
         if self._over:
             return
         self._over = True
+        # Of us, the call and its leg, none holds the next one any more: nothing is left for the garbage collector.
+        call, self._call, self._leg = self._call, None, None
+        if self._full and call is not None:
+            call.resume()
+        self._leave_rank()
         job, relay = self.job, self._relay
         relay.under_way -= 1
         job.phase = Phase.DONE

@@ -25,6 +25,7 @@ from msgspec import Meta
 from headwater.conductor.brain import FleetBrain
 from headwater.conductor.counts import Counts
 from headwater.conductor.registry import INSTANCES_MAX, NAME_CHARACTERS, Change, Roster
+from headwater.conductor.rotation import Rotation
 from headwater.conductor.timers import Timer, Timers
 from headwater.core.loads import Published, Totals
 from headwater.errors import RefusedError
@@ -111,7 +112,7 @@ class Sharing:
 
     def __init__(
         self,
-        brain: FleetBrain,
+        brain: FleetBrain | Rotation,
         roster: Roster,
         timers: Timers,
         counts: Counts,

@@ -18,6 +18,7 @@ from headwater.conductor.events.hottest import Hottest
 from headwater.conductor.events.namespaces import Model, Registration, Roots, Way
 from headwater.conductor.job import Lens
 from headwater.core.engine_keys import EngineHash
+from headwater.core.hashing import pack
 from headwater.core.prefix import PrefixIndex
 from headwater.fleet import Held, Place
 from headwater.fleetfile.model import InstanceSpec
@@ -193,12 +194,13 @@ class Sight:
         prompt = self._prompts.get(id(ids))
         if prompt is not None and prompt.ids is ids and prompt.ways is ways and prompt.salt == salt:
             return prompt.lenses
-        keys = self._roots.keys
         try:
-            lenses = tuple([Lens(keys(way, salt, ids), way.tokens) for way in ways])
+            packed = pack(ids)
         except (OverflowError, TypeError):
             self.unkeyable += 1
             return ()
+        keys = self._roots.keys
+        lenses = tuple([Lens(keys(way, salt, packed), way.tokens) for way in ways])
         self._keep(_Prompt(ids, salt, ways, lenses))
         return lenses
 
@@ -247,6 +249,14 @@ class Sight:
         device, keys = self._device_keys(number, lenses)
         if device is not None and keys:
             device.unexpect(keys)
+
+    def by_rank(self, number: int, lenses: Sequence[Lens]) -> Sequence[int]:
+        """How many leading tokens each data-parallel rank holds, by events; nothing of an instance with one rank."""
+        device, keys = self._device_keys(number, lenses)
+        if device is None or device.ranks == 1 or not keys:
+            return ()
+        found = self.index.find(keys, device.block_tokens)
+        return [found.get(place, 0) for place in device.places]
 
     def stored(self, number: int, model: str, lenses: Sequence[Lens]) -> bool | None:
         """See parts.Sight."""

@@ -20,11 +20,12 @@ class EventTooLong(Exception):
 class Events:
     """Turns pieces of a stream into whole events. Holds at most `limit_bytes` of one that is not complete."""
 
-    __slots__ = ("_edge", "_limit_bytes", "_parts", "_size_bytes")
+    __slots__ = ("_edge", "_limit_bytes", "_size_bytes", "parts")
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._parts: list[bytes] = []
+        self.parts: list[bytes] = []
+        """What is held."""
         self._size_bytes = 0
         self._edge = b""
         """The last bytes of what is held: an end may lie across two pieces."""
@@ -34,13 +35,13 @@ class Events:
 
         A piece that ends with an event's end, while nothing is held, is given back as it is. Raises EventTooLong.
         """
-        if not self._parts and piece.endswith(b"\n\n"):
+        if not self.parts and piece.endswith(b"\n\n"):
             return piece
         return self._joined(piece)
 
     def rest(self) -> bytes:
         """What is held of an event that is not complete."""
-        return b"".join(self._parts)
+        return b"".join(self.parts)
 
     def _joined(self, piece: bytes) -> bytes:
         window = self._edge + piece
@@ -50,9 +51,9 @@ class Events:
             self._hold(piece, window)
             return b""
         end -= len(self._edge)
-        self._parts.append(piece[:end])
-        whole = b"".join(self._parts)
-        self._parts, self._size_bytes, self._edge = [], 0, b""
+        self.parts.append(piece[:end])
+        whole = b"".join(self.parts)
+        self.parts, self._size_bytes, self._edge = [], 0, b""
         if end < len(piece):
             self._hold(piece[end:], piece[end:])
         return whole
@@ -61,7 +62,7 @@ class Events:
         self._size_bytes += len(piece)
         if self._size_bytes > self._limit_bytes:
             raise EventTooLong(f"an event of more than {self._limit_bytes} bytes")
-        self._parts.append(piece)
+        self.parts.append(piece)
         self._edge = window[-2:]
 
 

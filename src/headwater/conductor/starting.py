@@ -2,10 +2,11 @@
 
     parent                                            worker (python -m headwater.conductor.worker)
     standard input: a file in memory with `Start` ──► `read_start`; nothing of it is in command line or environment.
-                                                      Listens at `fleet.conductor.listen` with SO_REUSEPORT, and for
-                                                      its parent at `directory`/worker-ROW.sock
+                                                      Listens on `listening`, which its parent has bound, and for its
+                                                      parent at `directory`/worker-ROW.sock
     waits READY_S                                 ◄── `say_ready`: one line, `ready`, on the descriptor `ready`
-    SIGTERM                                       ──► takes no more, ends its streams within `drain_s`, exits with 0
+    SIGTERM                                       ──► takes no more connections, ends its streams within `drain_s`,
+                                                      exits with 0
     (dies)                                        ──► the descriptor `lifeline` comes to its end: the same as SIGTERM
     waits `drain_s` and GRACE_S, then SIGKILL
 
@@ -48,6 +49,8 @@ class Start(msgspec.Struct, frozen=True):
     lifeline: int
     fleet: FleetFile
     """Resolved: every instance has a `url`. Its `secret` is never empty."""
+    listening: tuple[int, ...] = ()
+    """Sockets for clients (`listening`); none: it binds one of its own at `fleet.conductor.listen`."""
 
     def __repr__(self) -> str:
         return f"Start(row {self.row} in {self.directory})"

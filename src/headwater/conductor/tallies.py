@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from headwater.conductor.choosing import Health
 from headwater.conductor.counts import Counts
+from headwater.conductor.earning import Health
 from headwater.conductor.flight import Flight
 from headwater.conductor.registry import Roster
 from headwater.fleet import Choice
+
+PROMPT, ON_DEVICE = ("prompt_tokens", ""), ("reused_tokens", "device")
 
 
 class Tallies:
@@ -16,6 +18,7 @@ class Tallies:
 
     def __init__(self, counts: Counts, roster: Roster) -> None:
         self._counts, self._roster = counts, roster
+        self._numbers = counts.numbers
         self._rows: dict[int, list[int]] = {}
         """Of each instance: requests that ended, their prompts' tokens, those that it had cached, those fetched."""
 
@@ -30,17 +33,27 @@ class Tallies:
             self._counts.observe("tpot_seconds", (now - flight.first_s) / steps)
         # An engine counts as cached what its connector brought, too.
         told = job.cached_tokens if job.cached_tokens is not None else choice.cached_tokens + choice.fetched_tokens
-        fetched = min(choice.fetched_tokens, max(told - choice.cached_tokens, 0))
-        device = told - fetched
-        self._counts.add("prompt_tokens", "", flight.ask.tokens)
-        self._counts.add("reused_tokens", "device", device)
+        fetched = choice.fetched_tokens
+        if fetched:
+            fetched = min(fetched, max(told - choice.cached_tokens, 0))
         if choice.source is not None:
             self._counts.add("reused_tokens", choice.source.tier.name.lower(), fetched)
-        row = self._rows.setdefault(choice.prefill, [0, 0, 0, 0])
-        for at, more in enumerate((1, flight.ask.tokens, device, fetched)):
-            row[at] += more
+        self.computed(choice.prefill, flight.ask.tokens, told - fetched, fetched)
         if choice.decode != choice.prefill:
-            self._rows.setdefault(choice.decode, [0, 0, 0, 0])[0] += 1
+            self.computed(choice.decode, 0, 0, 0)
+
+    def computed(self, number: int, tokens: int, device: int, fetched: int) -> None:
+        """One has ended there whose prompt had so many tokens, of which so many were cached and so many fetched."""
+        numbers = self._numbers
+        numbers[PROMPT] = numbers.get(PROMPT, 0) + tokens
+        numbers[ON_DEVICE] = numbers.get(ON_DEVICE, 0) + device
+        row = self._rows.get(number)
+        if row is None:
+            row = self._rows[number] = [0, 0, 0, 0]
+        row[0] += 1
+        row[1] += tokens
+        row[2] += device
+        row[3] += fetched
 
     def left(self, number: int) -> None:
         """Its number may be given to another."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from math import inf
 
 from headwater.conductor.flight import Flight
 from headwater.core.shares import Shares
@@ -113,8 +114,9 @@ class Turns:
 
     def waiting_s(self) -> float:
         """Since when the first one waits; infinity if nobody does."""
-        first: Iterable[Flight] = self._flights.values()
-        return next((it.pushed_s for it in first), float("inf"))
+        for flight in self._flights.values():
+            return flight.pushed_s
+        return inf
 
     def deadline_s(self) -> float | None:
         """When the first one's time is over; None if nobody waits."""

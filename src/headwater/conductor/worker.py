@@ -5,8 +5,8 @@ Theory of operation. `starting` says how its parent starts and ends it. Within:
     made       parts, from the bottom up; instances are asked whether they live; nodes and engines are listened to
     READY_S    until the first round of questions is answered, and tokenizers are loaded
     serving    the port is open, the parent is told
-    draining   by SIGTERM, by a lifeline that ends, by POST /drain (which ends nothing): no new requests, those that are
-               under way end within `drain_s`
+    draining   by SIGTERM, by a lifeline that ends: no new connections; requests that are under way, or still come on
+               those that there are, end within `drain_s`. By POST /drain: requests are refused, and nothing ends
     closed     from the top down
 """
 
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -29,6 +30,7 @@ from headwater.conductor.app import App
 from headwater.conductor.brain import FleetBrain
 from headwater.conductor.control.worker import WorkerControl
 from headwater.conductor.counts import Counts
+from headwater.conductor.descriptors import fitting, take_all
 from headwater.conductor.directory_bus import DirectoryBus
 from headwater.conductor.engine_ids import EngineIds
 from headwater.conductor.events.errands import Errands
@@ -36,10 +38,13 @@ from headwater.conductor.events.sources import Sources
 from headwater.conductor.http.server import HttpServer
 from headwater.conductor.http.tls import listener_context
 from headwater.conductor.http.upstream import UpstreamPool
+from headwater.conductor.listening import inherited
 from headwater.conductor.polling import Polling
 from headwater.conductor.quota_page import QuotaPage
+from headwater.conductor.ranks import Ranks
 from headwater.conductor.registry import Roster
 from headwater.conductor.relay import Relay
+from headwater.conductor.rotation import Rotation, suffices
 from headwater.conductor.sharing import Bus, Sharing
 from headwater.conductor.sight import Sight
 from headwater.conductor.signals import Signals
@@ -68,8 +73,9 @@ class Worker:
     def __init__(self, start: Start, stack: AsyncExitStack) -> None:
         """Whatever has to be closed is left on `stack`. Raises ConfigError, ResourceError."""
         loop = asyncio.get_running_loop()
-        fleet = start.fleet
-        about = fleet.conductor
+        about = start.fleet.conductor
+        about = replace(about, limits=fitting(about.limits, take_all()))
+        fleet = replace(start.fleet, conductor=about)
         # A name of this life: another one's books begin from nothing.
         self.name = f"{os.urandom(4).hex()}{start.row}"
         self.start, self.fleet, self.counts, self.loop = start, fleet, Counts(), loop
@@ -84,28 +90,17 @@ class Worker:
         stack.push_async_callback(self.upstreams.stop)
         nodes = [(it.name, it.socket) for it in fleet.nodes]
         self.sight = Sight([it.name for it in fleet.nodes], about.index_keys)
-        self.sources = Sources(self.sight, nodes)
+        self.sources = Sources(self.sight, nodes, are_joined=fleet.directory is not None)
         stack.push_async_callback(self.sources.close)
         self.errands = {number: Errands(socket, self.counts) for number, (_, socket) in enumerate(nodes) if socket}
         for errands in self.errands.values():
             stack.push_async_callback(errands.close)
-        self.brain = FleetBrain(
-            fleet,
-            self.roster,
-            self.sight,
-            self.counts,
-            loop,
-            name=self.name,
-            serial=time.time_ns(),
-            prefetch=self._prefetch if self.errands else None,
-        )
-        self.brain.fleet.links = self.sources.links
-        self.brain.choosing.kv_bytes_per_token = self.sight.kv_bytes_per_token
+        self.brain = self._brain()
         self.roster.watch(joined=self._joined, left=self._left)
         for number in self.roster.instances():
             self._joined(number)
         self.polling = Polling(self.roster, self.upstreams, loop, told=self._told, changed=self._changed)
-        self.brain.choosing.health = self.polling
+        self.brain.earning.health = self.polling
         stack.callback(self.polling.close)
         self.engine_ids = EngineIds(self.upstreams, self.roster)
         models = {it.served_name: it.model for it in fleet.instances}
@@ -113,7 +108,7 @@ class Worker:
         stack.callback(self.tokens.close)
         self.relay = Relay(
             self.upstreams, self.roster, self.brain, self.tenants, self.counts, about.limits, about.times, loop.time,
-            migrate=about.migrate,
+            migrate=about.migrate, ranks=Ranks(self.sight.by_rank),
         )  # fmt: skip
         self.app = App(
             self.name,
@@ -135,7 +130,7 @@ class Worker:
             tenants=self.tenants,
             tokens=self.tokens.state,
             counts=self.counts,
-            is_ready=lambda: not self.app.draining,
+            is_ready=lambda: not (self.app.draining or self.server.draining),
             drain=self.take_no_more,
             leaves=self.brain.depart,
         )
@@ -151,6 +146,24 @@ class Worker:
             self.brain, self.roster, loop, self.counts, buses, cluster=fleet.cluster, wall_ns=time.time_ns
         )
         stack.callback(self.sharing.close)
+
+    def _brain(self) -> FleetBrain | Rotation:
+        fleet, serial = self.fleet, time.time_ns()
+        if suffices(fleet):
+            return Rotation(fleet, self.roster, self.counts, self.loop, name=self.name, serial=serial)
+        brain = FleetBrain(
+            fleet,
+            self.roster,
+            self.sight,
+            self.counts,
+            self.loop,
+            name=self.name,
+            serial=serial,
+            prefetch=self._prefetch if self.errands else None,
+        )
+        brain.fleet.links = self.sources.links
+        brain.choosing.kv_bytes_per_token = self.sight.kv_bytes_per_token
+        return brain
 
     def _joined(self, number: int) -> None:
         self.sources.add(number, self.roster.spec(number))
@@ -185,13 +198,12 @@ class Worker:
         self.sharing.start()
         await self._settle(ended)
         host, port = split_address(about.listen)
-        await self.server.start(host, int(port), reuse_port=True)
+        await self.server.start(host, int(port), reuse_port=True, listening=inherited(self.start.listening))
         try:
             for name in {it.served_name for it in self.fleet.instances}:
                 self.tokens.verify(name)
             say_ready(self.start)
             await ended.wait()
-            self.take_no_more()
             await self.server.drain(about.times.drain_s)
         finally:
             await self.server.close()

@@ -5,10 +5,14 @@ Theory of operation. A *place* is one of the N workers that there are to be. Eac
     start a worker ──► ready ──► it ends ──► back-off (`restarts`) ──► start another
           └── not ready within READY_S, or it ends before: killed, back-off
 
-`roll` replaces the workers one after the other: a new one is started in the same place and listens on the same port,
-since all share it (SO_REUSEPORT); once it is ready it is the place's, and the old one drains beside it. A new one that
-does not become ready leaves the old one where it is, and `roll` says so. While two are in a place they have two rows of
-the page of quotas, so each place has two rows in turn.
+`roll` replaces the workers one after the other: a new one is started in the same place and listens on the same socket
+(`listening`); once it is ready it is the place's, and the old one drains beside it. A new one that does not become
+ready leaves the old one where it is, and `roll` says so. While two are in a place they have two rows of the page of
+quotas, so each place has two rows in turn.
+
+Where a worker has died, those who connect wait for the next one, which comes in a second or two and takes the same
+socket. Where workers die again and again it is closed, so that all connections come to the other places, and the next
+one gets another. So it is where none will be started any more.
 
 `stop` ends all: SIGTERM, `drain_s` and GRACE_S, SIGKILL. A row is cleared when its worker has ended, however it ended.
 """
@@ -23,6 +27,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from headwater.conductor.listening import Listening
 from headwater.conductor.process import Worker
 from headwater.conductor.quota_page import QuotaPage
 from headwater.conductor.restarts import Restarts
@@ -52,7 +57,22 @@ class _Place:
         self.number, self.restarts = number, restarts
         self.worker: Worker | None = None
         self.draining: list[Worker] = []
+        self.leaving: set[asyncio.Task[None]] = set()
+        """Each ends when one of those has ended, and its row is free."""
         self.keeper: asyncio.Task[None] | None = None
+        self._listening: Listening | None = None
+
+    def listening(self, address: str) -> tuple[int, ...]:
+        """The descriptors that its workers listen on, one after the other. Raises ConfigError."""
+        if self._listening is None:
+            self._listening = Listening(address)
+        return self._listening.descriptors
+
+    def listen_no_more(self) -> None:
+        """But for workers that still do."""
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
 
     def free_row(self) -> int | None:
         """A row that no worker of this place has."""
@@ -84,6 +104,8 @@ class Crew:
         self._lifeline_read, self._lifeline_write = os.pipe2(os.O_CLOEXEC)
         self._places = [_Place(it, Restarts(draw)) for it in range(count)]
         self._endings: set[asyncio.Task[None]] = set()
+        self._clearing: dict[Worker, asyncio.Task[None]] = {}
+        """By workers that have not ended, or whose rows are not cleared yet."""
         self._rolling = asyncio.Lock()
         self._stopping = False
 
@@ -128,6 +150,7 @@ class Crew:
         """From now on a worker that ends has ended: somebody has told them to drain."""
         self._stopping = True
         for place in self._places:
+            place.listen_no_more()
             if place.keeper is not None:
                 place.keeper.cancel()
 
@@ -187,6 +210,8 @@ class Crew:
         wait_s = place.restarts.died(now - worker.ready_s if worker.ready_s else 0.0)
         text = "worker %d (pid %d) ended with code %d; another one starts in %.1f s"
         log.warning(text, place.number, worker.pid, worker.ended.result(), wait_s)
+        if place.restarts.deaths > 1:
+            place.listen_no_more()
 
     async def _refill(self, place: _Place) -> None:
         try:
@@ -194,6 +219,7 @@ class Crew:
         except ConfigError as error:
             log.error("worker %d: %s", place.number, error)
             place.restarts.died(0.0)
+            place.listen_no_more()
 
     async def _fill(self, place: _Place) -> None:
         """Start a worker in an empty place; if it does not become ready, the place stays empty, and that is a death."""
@@ -201,23 +227,28 @@ class Crew:
             place.worker = await self._launch(place)
         except (UnavailableError, ResourceError) as error:
             wait_s = place.restarts.died(0.0)
+            place.listen_no_more()
             log.warning("%s; another one starts in %.1f s", error, wait_s)
 
     async def _replace(self, place: _Place) -> None:
         if place.worker is None:
             return  # its keeper starts one with the new fleet
-        if place.draining:
-            await asyncio.wait([it.ended for it in place.draining])
+        if place.leaving:
+            await asyncio.wait(list(place.leaving))  # until their rows are free, which is after they have ended
         new, old = await self._launch(place), place.worker
         place.worker = new
         place.draining.append(old)
         old.drain()
-        self._in_background(self._await_end(place, old))
+        leaving = self._in_background(self._await_end(place, old))
+        place.leaving.add(leaving)
+        leaving.add_done_callback(place.leaving.discard)
 
     async def _await_end(self, place: _Place, old: Worker) -> None:
         within_s = old.fleet.conductor.times.drain_s + GRACE_S
         await asyncio.wait([old.ended], timeout=within_s)
         await self._kill([old])
+        if (clearing := self._clearing.get(old)) is not None:
+            await asyncio.shield(clearing)
         place.draining.remove(old)
 
     async def _launch(self, place: _Place) -> Worker:
@@ -232,9 +263,10 @@ class Crew:
             self._quotas.descriptor,
             self._lifeline_read,
             self._environment,
+            place.listening(self.fleet.conductor.listen),
         )
         self._watching.started(row)
-        ending = self._in_background(self._clear_after(worker))
+        ending = self._clearing[worker] = self._in_background(self._clear_after(worker))
         try:
             async with asyncio.timeout(self._ready_s):
                 is_ready = await asyncio.shield(worker.ready)
@@ -259,6 +291,7 @@ class Crew:
         await worker.ended
         self._quotas.clear(worker.row)
         await self._watching.gone(worker.row)
+        del self._clearing[worker]
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

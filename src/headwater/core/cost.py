@@ -324,7 +324,7 @@ class Calibration:
     def add(self, estimated_s: float, actual_s: float) -> None:
         """Add one outcome."""
         assert estimated_s >= 0 and actual_s >= 0, f"{estimated_s=}, {actual_s=}"
-        off = (estimated_s - actual_s) / (actual_s if actual_s > 1e-3 else 1e-3)
+        off = (estimated_s - actual_s) / max(actual_s, 1e-3)
         self.count += 1
         gain = 1 / self.count if self.count < 10 else 0.1
         by = abs(off)

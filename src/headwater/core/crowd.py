@@ -123,7 +123,7 @@ class Crowd:
             spread_s = chunk_s
         if more_s > chunk_s:
             more_s = chunk_s
-        step_s = times.decode_s(coming if coming > running else running, kv_tokens) or choice.tpot_s
+        step_s = times.decode_s(max(coming, running), kv_tokens) or choice.tpot_s
         life_s = self.life_s = answer * (step_s + spread_s) + LEAST_S
         decoders = running * math.exp(-ttft_s / life_s) if running else 0.0
         if coming:

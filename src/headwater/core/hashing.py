@@ -16,6 +16,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
+from typing import cast
 
 from headwater.types import KEY_BYTES, ChunkKey, Media
 
@@ -36,6 +37,25 @@ def media_part(media: Sequence[Media], start: int, end: int) -> bytes:
     return b"".join(parts)
 
 
+def pack(tokens: Sequence[int]) -> bytes:
+    """Tokens as they are hashed. Raises OverflowError for a token id outside [0, 2**32)."""
+    packed = array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def packed_keys(root: bytes, packed: bytes, chunk_tokens: int) -> list[ChunkKey]:
+    """The keys of all whole chunks of a token sequence without media, packed once for all sizes of chunks."""
+    step, digest = chunk_tokens * TOKEN_BYTES, root
+    keys: list[bytes] = []
+    for start in range(0, len(packed) // step * step, step):
+        # One call with both parts is faster than two; ChunkKey(...) would be another.
+        digest = sha256(digest + packed[start : start + step]).digest()
+        keys.append(digest[:KEY_BYTES])
+    return cast("list[ChunkKey]", keys)
+
+
 def chain_digests(
     digest: bytes, tokens: Sequence[int], chunk_tokens: int, media: Sequence[Media] = (), first: int = 0
 ) -> list[bytes]:
@@ -44,10 +64,7 @@ def chain_digests(
 
     Raises OverflowError for a token id outside [0, 2**32).
     """
-    packed = array("I", tokens)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    view, step = memoryview(packed).cast("B"), chunk_tokens * TOKEN_BYTES
+    view, step = memoryview(pack(tokens)), chunk_tokens * TOKEN_BYTES
     digests = []
     for index in range(len(tokens) // chunk_tokens):
         state = sha256(digest)
@@ -93,6 +110,8 @@ class KeyChain:
 
 def chunk_keys(root: bytes, tokens: Sequence[int], chunk_tokens: int, media: Sequence[Media] = ()) -> list[ChunkKey]:
     """The keys of all whole chunks of a token sequence."""
+    if not media:
+        return packed_keys(root, pack(tokens), chunk_tokens)
     chain = KeyChain(root, chunk_tokens, media)
     chain.extend(tokens)
     return chain.keys

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import expm1, inf
 from typing import NamedTuple
 
@@ -54,7 +54,6 @@ class Totals(NamedTuple):
             self.running_requests + sign * other.running_requests,
             self.running_tokens + sign * other.running_tokens,
         )
-
 
 
 NOTHING = Totals()
@@ -165,7 +164,7 @@ class LoadBook:
         """Its first token came."""
         it = self._requests.get(request)
         if it is not None and not it.running:
-            reached_s = it.reached_s if it.reached_s > now else now
+            reached_s = max(now, it.reached_s)
             begun = self._begun
             begun[2] += 1
             begun[3] += it.tokens
@@ -249,11 +248,7 @@ class LoadBook:
             account = self._accounts[instance] = _Account()
         if sampled_s < now - self._history_s or (account.sampled_s is not None and sampled_s < account.sampled_s):
             return
-        then = Totals._make(account.own)
-        for when, *change in account.changes:
-            if when > sampled_s:
-                then = then.plus(Totals._make(change), -1)
-        then = then.plus(self._others_said(now).get(instance, NOTHING))
+        then = self.own_at(instance, sampled_s).plus(self._others_said(now).get(instance, NOTHING))
         if waiting_tokens is None:
             waiting_tokens = _in_proportion(then.waiting_tokens, then.waiting_requests, waiting_requests)
         if running_tokens is None:
@@ -267,6 +262,17 @@ class LoadBook:
         """What of it is ours."""
         account = self._accounts.get(instance)
         return Totals._make(account.own) if account is not None else NOTHING
+
+    def own_at(self, instance: int, sampled_s: float) -> Totals:
+        """What of it was ours at a moment, as the engine saw it; not longer ago than `history_s`."""
+        account = self._accounts.get(instance)
+        if account is None:
+            return NOTHING
+        then = Totals._make(account.own)
+        for when, *change in account.changes:
+            if when > sampled_s:
+                then = then.plus(Totals._make(change), -1)
+        return then
 
     def load(self, instance: int, now: float) -> Totals:
         """All that waits and runs at an instance, as far as it was said."""

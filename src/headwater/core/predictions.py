@@ -142,8 +142,7 @@ class Predictions:
             ordered = it.window.add(ratio, now)
             count = len(ordered)
             it.heard_s = now
-            margin = ordered[self._ranks[count]]
-            it.margin = MARGIN_LEAST if margin < MARGIN_LEAST else MARGIN_MOST if margin > MARGIN_MOST else margin
+            it.margin = min(max(ordered[self._ranks[count]], MARGIN_LEAST), MARGIN_MOST)
             it.trust = count / LEAST_COUNT if count < LEAST_COUNT else 1.0
 
     def margin(self, quantity: Quantity, instance: int, now: float) -> float:
@@ -219,15 +218,13 @@ class Outputs:
 
     def expected(self, tenant: str, kind: str, otherwise: float) -> float:
         """The mean length; drawn towards that of all, and that towards `otherwise`, where little is known."""
-        guess = _drawn(self._all, otherwise)
-        lengths = self._lengths.get((tenant, kind))
-        return _drawn(lengths, guess) if lengths is not None else guess
+        every, lengths = self._all, self._lengths.get((tenant, kind))
+        guess = otherwise + (every.mean - otherwise) * every.count / (every.count + OUTPUT_DOUBT)
+        if lengths is None:
+            return guess
+        return guess + (lengths.mean - guess) * lengths.count / (lengths.count + OUTPUT_DOUBT)
 
     def longest(self, tenant: str, kind: str, otherwise: float, quantile: float = QUANTILE) -> float:
         """The length that so many answers do not exceed; `otherwise` until OUTPUT_DOUBT of them are known."""
         lengths = self._lengths.get((tenant, kind), self._all)
         return lengths.window.quantile(quantile) if lengths.count >= OUTPUT_DOUBT else otherwise
-
-
-def _drawn(lengths: _Lengths, guess: float) -> float:
-    return guess + (lengths.mean - guess) * lengths.count / (lengths.count + OUTPUT_DOUBT)

@@ -101,6 +101,8 @@ class RoundRobin(Rival):
     """One after the other, by number."""
 
     name = "round_robin"
+    needs_loads = False
+    """Nor anything else: whoever routes may do the same without asking."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -108,8 +108,8 @@ _Kind = tuple[dict[int, float], float, float]
 """What instances of equal times share for one prompt: its prefill after so many cached tokens; `_floors`."""
 
 Row = tuple[float, int, int, float, float, float, int, int, Place | None, float]
-"""The fields of `Weighed`, but for the last: the seconds of one token there, 0 where nobody asked. There is one for each
-instance and request, and a plain tuple is made in no time."""
+"""The fields of `Weighed`, but for the last: the seconds of one token there, 0 where nobody asked. There is one for
+each instance and request, and a plain tuple is made in no time."""
 
 
 def can_prefill(ask: Ask, it: Instance) -> bool:
@@ -319,12 +319,10 @@ class Headwater:
             waiting, running, kv = it.waiting_tokens, it.running_requests, it.running_tokens + tokens
             if it.late_s > stale_s:
                 waiting, running, kv, stale = 0, 0, tokens, True
-            if passes:
-                least = least_s + waiting * token_s
-                if sources is not None and it.node is not None:
-                    if least + work * token_s * (tokens - max(cached, sources.most_tokens)) > most_s:
-                        continue
+            least = least_s + waiting * token_s if passes else 0.0
             if sources is not None and it.node is not None:
+                if passes and least + work * token_s * (tokens - max(cached, sources.most_tokens)) > most_s:
+                    continue
                 fetch, prefill, fetched, source = sources.best(it.node, cached, times)
             else:
                 fetch, fetched, source = 0.0, 0, None

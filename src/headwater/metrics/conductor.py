@@ -62,6 +62,7 @@ FAMILIES: dict[str, Family] = {
     "moved": Family(Kind.SUM, "Streams that another instance went on with."),
     "unmoved": Family(Kind.SUM, "Streams that no other instance could go on with, by reason.", "reason"),
     "instances_changed": Family(Kind.SUM, "How often an instance went out or came back.", "how"),
+    "unpaired": Family(Kind.SUM, "Requests that an instance with a role served alone, as nobody took the other part."),
     "handoffs": Family(Kind.SUM, "Prompts' KV on its way from prefill to decode: stored in time, or late.", "how"),
     "prefetches": Family(Kind.SUM, "Prefetches that were ordered from nodes, or dropped.", "how"),
     "prompt_tokens": Family(Kind.SUM, "Tokens of prompts whose answers have ended."),

@@ -488,6 +488,17 @@ def test_a_request_in_prefill_is_not_taken_for_one_that_decodes() -> None:
     assert (it.waiting_requests, it.waiting_tokens, it.running_requests) == (1, 900, 0)
 
 
+def test_an_engine_in_a_long_step_does_not_say_what_we_sent_it_meanwhile() -> None:
+    rig = BrainRig(1, quiet=True)
+    for number in (1, 2):
+        rig.take(prompt(number))
+    rig.timers.run(0.5)
+    rig.brain.told(0, Signals(running=0, waiting=0), rig.timers.now)
+    rig.brain.loads.refresh(rig.timers.now)
+    it = rig.brain.fleet.instances[0]
+    assert (it.waiting_requests, it.waiting_tokens, it.running_requests) == (2, 1800, 0)
+
+
 def test_an_answer_in_one_piece_that_comes_early_leads_nobody_for_ever() -> None:
     rig = BrainRig(2, quiet=True)
     for number in range(5):

@@ -61,6 +61,8 @@ def test_the_first_leg_is_over_when_it_says_so() -> None:
     rig.timers.run(0.2)
     rig.start(client)
     assert loads(rig) == [(0, 0), (0, 1)]
+    (flight,) = rig.brain._flights.values()
+    assert flight.decoders == (1, 900), "it is not counted twice"
     rig.finish(client, 30)
     assert rig.is_still() and rig.timers.pending() == 0
     told = rig.brain.explained(client.job.id)
@@ -141,7 +143,7 @@ def test_a_second_leg_that_is_lost_takes_nothing_from_the_first() -> None:
     client = rig.take(prompt(1))
     hand_over(rig, client)
     rig.brain.lost(client.job, 1, "closed", client.sent, client.refused)
-    assert client.refusal is not None
+    assert client.refusal is not None, "it may not be tried again"
     assert {number for places in rig.sight.places.values() for number in places} == {0}
 
 
@@ -167,3 +169,34 @@ def test_prompts_shorter_than_a_block_are_handed_over_too() -> None:
     client = rig.take(prompt(1, BLOCK - 1))
     assert hand_over(rig, client).count == 1
     rig.finish(client)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_one_instance_does_both_where_nobody_is_left_for_the_other_part(gone: int) -> None:
+    rig = pair()
+    rig.roster.instances()[gone].alive = False
+    target = rig.take(prompt(1)).targets[0]
+    assert (target.prefill, target.decode) == (1 - gone, 1 - gone)
+    assert [it.role for it in rig.roster.instances().values()] == [Role.PREFILL, Role.DECODE]
+    assert rig.counts.numbers["unpaired", ""] == 1
+    rig.roster.instances()[gone].alive = True
+    target = rig.take(prompt(2)).targets[0]
+    assert (target.prefill, target.decode) == (0, 1) and rig.counts.numbers["unpaired", ""] == 1
+
+
+def test_or_where_nothing_leads_from_one_to_the_other() -> None:
+    rig = pair()
+    rig.roster.instances()[1].node = 7
+    target = rig.take(prompt(1)).targets[0]
+    assert target.prefill == target.decode
+
+
+def test_a_pair_whose_second_part_was_lost_everywhere_is_done_by_the_first() -> None:
+    rig = pair()
+    client = rig.take(prompt(1))
+    hand_over(rig, client)
+    rig.brain.lost(client.job, 1, "closed", client.sent, client.refused)
+    assert (client.targets[-1].prefill, client.targets[-1].decode) == (0, 0)
+    rig.start(client)
+    rig.finish(client)
+    assert rig.is_still()

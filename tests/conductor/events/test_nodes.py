@@ -15,7 +15,7 @@ import uvloop
 
 from headwater.conductor.events import frames, nodes
 from headwater.conductor.events.nodes import NodeWatch
-from headwater.conductor.events.sources import Sources
+from headwater.conductor.events.sources import BYTES_S, HOST_BYTES_S, HOST_LATENCY_S, LATENCY_S, Sources
 from headwater.conductor.sight import REMOTE, Sight
 from headwater.config import NodeConfig
 from headwater.core.hashing import chunk_keys
@@ -94,7 +94,7 @@ def test_saved_chunks_are_seen_by_tier_and_by_salt(
             answer = sight.query("m", IDS)["one"]
             assert answer == {"longest_matched": 64, "GPU": 0, "CPU": 64, "DISK": 64, "DP": {"0": 0}}
             rig.clock.moved_s += 10
-            await eventually(lambda: set(sources.links) == {(DISK, 0), (REMOTE, 0)})
+            await eventually(lambda: set(sources.links) == {(HOST, 0), (DISK, 0), (REMOTE, 0)})
             assert all(it.latency_s > 0 and it.bytes_s > 0 for it in sources.links.values())
             state = sight.state()
             assert state["models"]["m"]["registered"]
@@ -226,6 +226,27 @@ def test_what_a_node_says_wrongly_costs_its_watch_alone(
     in_loop(main)
 
 
+def own_memory(nodes: int) -> dict[tuple[Place, int], Link]:
+    """The links from nodes' own memory to their engines, which are always there."""
+    return {(Place(Tier.HOST, it), it): Link(HOST_LATENCY_S, HOST_BYTES_S) for it in range(nodes)}
+
+
+def test_nodes_of_one_cluster_are_taken_to_reach_each_other_until_they_say_how_fast() -> None:
+    async def main() -> None:
+        sources = Sources(Sight(["n0", "n1"]), [("n0", ""), ("n1", "")], are_joined=True)
+        first, second = Place(Tier.HOST, 0), Place(Tier.HOST, 1)
+        own = own_memory(2)
+        assert sources.links == own | {(first, 1): Link(LATENCY_S, BYTES_S), (second, 0): Link(LATENCY_S, BYTES_S)}
+        sources._measured(1, "second", (Figure("disk", "", 1.0, 1e3),))
+        sources._measured(0, "first", (Figure("host", "second", 0.25, 1e6),))
+        assert sources.links[second, 0] == Link(0.25, 1e6) and sources.links[first, 1] == Link(LATENCY_S, BYTES_S)
+        sources._measured(1, "second", ())
+        assert set(sources.links) == {*own, (first, 1), (second, 0)}
+        await sources.close()
+
+    in_loop(main)
+
+
 def test_figures_become_links_and_nonsense_does_not() -> None:
     async def main() -> None:
         sources = Sources(Sight(["n0", "n1"]), [("n0", ""), ("n1", "")])
@@ -242,7 +263,7 @@ def test_figures_become_links_and_nonsense_does_not() -> None:
             ),
         )
         second = Place(Tier.HOST, 1)
-        assert sources.links == {
+        assert sources.links == own_memory(2) | {
             (DISK, 0): Link(0.5, 1e6),
             (REMOTE, 0): Link(1e-3, 1e9),
             (second, 0): Link(0.25, 1e9),
@@ -250,7 +271,7 @@ def test_figures_become_links_and_nonsense_does_not() -> None:
         link = sources.links[DISK, 0]
         link.queued_bytes = 7
         sources._measured(0, "first", (Figure("disk", "", 0.1, 1e6),))
-        assert sources.links == {(DISK, 0): link}
+        assert sources.links == own_memory(2) | {(DISK, 0): link}
         assert (link.latency_s, link.queued_bytes) == (0.1, 7)
         await sources.close()
 

@@ -275,6 +275,8 @@ def test_the_best_rank_counts_for_its_instance() -> None:
     device.apply(1, stored(IDS[:96]))
     assert held(sight) == {DEVICE[2]: 96}
     assert sight.query("m", IDS)["a"]["DP"] == {"0": 32, "1": 96}
+    assert sight.by_rank(2, sight.lenses("m", "", IDS)) == [32, 96]
+    assert sight.by_rank(3, sight.lenses("m", "", IDS)) == sight.by_rank(2, ()) == ()
     assert sight.query_by_hash(list(range(10)))["a"] == {
         "longest_matched": 96,
         "GPU": 96,

@@ -10,16 +10,17 @@ import json
 import re
 import socket
 import struct
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.conductor.engine import Engine, events_of
+from tests.conductor.engine import Engine, Gate, events_of
 from tests.conductor.running import Answer, Fleet, until
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 _WORD = re.compile(rb'" w[0-9]+"')
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: closing is a reset."""
@@ -147,6 +148,23 @@ def gather(*work: Coroutine[Any, Any, Any], within_s: float = DEADLINE_S) -> lis
             return list(await asyncio.gather(*work))
 
     return asyncio.run(all_of_it())
+
+
+async def reached(fact: Callable[[], object], within_s: float, what: str) -> float:
+    """Poll within the loop; how long it took."""
+    begun_s = time.monotonic()
+    while not fact():
+        assert time.monotonic() < begun_s + within_s, what
+        await asyncio.sleep(0.002)
+    return time.monotonic() - begun_s
+
+
+async def go_on(gate: Gate, streams: int, tokens: int) -> None:
+    """So many streams, which all wait at the gate, say so many tokens each."""
+    for _ in range(tokens):
+        await reached(lambda: len(gate._waiting) == streams, 20.0, "not all of them wait")
+        gate.open(streams)
+    await reached(lambda: len(gate._waiting) == streams, 20.0, "not all of them wait")
 
 
 # ---- what an answer should be

@@ -24,8 +24,7 @@ PAGE_BYTES = 4096
 
 TYPED: Mapping[str, tuple[type, ...]] = {
     "model": (str,), "stream": (bool,), "stream_options": (dict,), "cache_salt": (str,), "return_token_ids": (bool,),
-    "user": (str,), "session_id": (str,), "prompt_cache_key": (str,), "messages": (list,), "tools": (list,),
-    "stop": (str, list), "chat_template_kwargs": (dict,), "vllm_xargs": (dict,),
+    "messages": (list,), "tools": (list,), "stop": (str, list), "chat_template_kwargs": (dict,), "vllm_xargs": (dict,),
 }  # fmt: skip
 WHOLE: Mapping[str, tuple[int, int]] = {
     "n": (1, 128), "max_tokens": (1, 1 << 31), "max_completion_tokens": (1, 1 << 31), "best_of": (1, 128),
@@ -33,7 +32,8 @@ WHOLE: Mapping[str, tuple[int, int]] = {
 NEVER = ("kv_transfer_params", "ec_transfer_params", "kv_hints", "request_id", "chat_template", "priority")
 """Of clients, to instances without priorities."""
 HEADERS = frozenset({
-    "host", "content-type", "content-length", "accept-encoding", "x-request-id", "traceparent", "tracestate", "baggage", "x-session-id",
+    "host", "content-type", "content-length", "accept-encoding", "x-request-id", "traceparent", "tracestate", "baggage",
+    "x-session-id",
 })  # fmt: skip
 """The only ones that an instance gets."""
 

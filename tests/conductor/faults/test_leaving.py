@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.conductor.engine import Gate, Script
-from tests.conductor.faults.clients import CHAT, COMPLETION, Stream, all_alive, ask, check_quiet, connected, gather, request
+from tests.conductor.faults.clients import CHAT, COMPLETION, Stream, all_alive, ask, check_quiet, connected, gather, reached, request
 from tests.conductor.running import Fleet, chat, running, until
 
 ROUNDS = int(os.environ.get("HEADWATER_TEST_LEAVES", "200"))
@@ -38,14 +38,6 @@ def fleet() -> Iterator[Fleet]:
 
 def total(fleet: Fleet, name: str = "running") -> int:
     return sum(getattr(it, name) for it in fleet.engines)
-
-
-async def reached(fact: Callable[[], bool], within_s: float, what: str) -> None:
-    """Poll within the loop."""
-    deadline_s = time.monotonic() + within_s
-    while not fact():
-        assert time.monotonic() < deadline_s, what
-        await asyncio.sleep(0.001)
 
 
 async def left(fleet: Fleet, draw: random.Random, what: str) -> bool:

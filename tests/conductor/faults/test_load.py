@@ -17,7 +17,7 @@ import pytest
 from headwater.conductor.tenants import key_row, new_key
 from tests.conductor.engine import Engine, Gate, Script
 from tests.conductor.events.engine import BLOCK
-from tests.conductor.faults.clients import all_alive, check_quiet, connected
+from tests.conductor.faults.clients import all_alive, check_quiet
 from tests.conductor.faults.loading import (
     Told,
     answered_or_shed,
@@ -37,7 +37,8 @@ from tests.conductor.running import Fleet, running, until
 
 pytestmark = pytest.mark.alone
 
-FULL = os.environ.get("HEADWATER_TEST_LOAD", "") == "full"
+SECONDS = float(os.environ.get("HEADWATER_TEST_LOAD", "2"))
+"""How long each load lasts; overload half as long again."""
 HERD = 500
 COPIES = 2
 """Instances that may compute the same prefix."""
@@ -67,8 +68,8 @@ def herding(folder: Path, engines: int, *, events: bool, **engine: Any) -> Itera
 
 
 def computed(fleet: Fleet, tokens: int) -> int:
-    """How many engines have computed most of a prompt of so many tokens, each time counted."""
-    return sum(round(it.computed_tokens / tokens - 0.3) for it in fleet.engines)
+    """How often most of a prompt of so many tokens was computed, anywhere."""
+    return sum(missed > tokens / 2 for it in fleet.engines for missed in it.missed)
 
 
 @pytest.mark.parametrize(("engines", "events", "blocks"), [(4, False, 1 << 18), (4, True, 4096), (2, False, 4096)])
@@ -79,7 +80,7 @@ def test_a_herd_computes_its_prefix_twice_at_most(engines: int, events: bool, bl
         herd = [completion([*ids, 1000 + it]) for it in range(HERD)]
         told = at_once(fleet.port, herd)
         assert answered_or_shed(told) > HERD * 0.9, statuses(told)
-        assert 1 <= computed(fleet, len(ids)) <= COPIES, [it.computed_tokens for it in fleet.engines]
+        assert 1 <= computed(fleet, len(ids)) <= COPIES, [len(it.asked) for it in fleet.engines]
         for _ in range(2):
             told = at_once(fleet.port, herd)
             assert answered_or_shed(told) > HERD * 0.9, statuses(told)
@@ -98,7 +99,7 @@ def test_a_herd_of_texts_is_tokenised_and_gathered(tmp_path: Path, model_dir: Pa
         text = " ".join(f"word{draw.randrange(10_000)}" for _ in range(1000))
         told = at_once(fleet.port, [completion(f"{text} {it}") for it in range(HERD)])
         assert answered_or_shed(told) > HERD * 0.9, statuses(told)
-        assert 1 <= computed(fleet, 1000) <= COPIES, [it.computed_tokens for it in fleet.engines]
+        assert 1 <= computed(fleet, 1000) <= COPIES, [len(it.asked) for it in fleet.engines]
         check_quiet(fleet)
 
 
@@ -130,22 +131,22 @@ def test_overload_is_shed_at_once_and_leaves_no_trace(tmp_path: Path) -> None:
         for it in fleet.engines:
             it.otherwise = Script(token_s=0.005)
         played(fleet, 0.5, 1.0)
-        before = good(played(fleet, 0.9, 3.0), 3.0)
-        told = played(fleet, OVERLOAD, 5.0)
+        before = good(played(fleet, 0.9, SECONDS), SECONDS)
+        told = played(fleet, OVERLOAD, 1.5 * SECONDS)
         answered_or_shed(told)
         shed = [it for it in told if it.shed]
-        print(f"before {before:.1f}/s, at {OVERLOAD}x {good(told, 5.0):.1f}/s; {statuses(told)}")
+        late = [quantile([it.end_s for it in shed], part) for part in (0.5, 0.9, 0.95, 0.99, 1.0)]
         print(
-            f"shed within {quantile([it.end_s for it in shed], 0.5):.4f} s, p99 {quantile([it.end_s for it in shed], 0.99):.4f} s"
+            f"before {before:.1f}/s, at {OVERLOAD}x {good(told, 1.5 * SECONDS):.1f}/s; {statuses(told)}; shed within {late} s"
         )
         begun_s = time.monotonic()
         check_quiet(fleet)
         print(f"quiet after {time.monotonic() - begun_s:.2f} s")
-        after = good(played(fleet, 0.9, 3.0), 3.0)
+        after = good(played(fleet, 0.9, SECONDS), SECONDS)
         print(f"after {after:.1f}/s")
         assert len(shed) > len(told) // 2
         assert quantile([it.end_s for it in shed], 0.99) <= 0.1
-        assert good(told, 5.0) >= 0.8 * before
+        assert good(told, 1.5 * SECONDS) >= 0.8 * before
         assert after >= 0.9 * before
         check_quiet(fleet)
 
@@ -174,6 +175,7 @@ def test_1500_streams_at_once_are_served_or_refused(tmp_path: Path) -> None:
         print(statuses(told), {path: (len(it), quantile(it, 0.99)) for path, it in seen.probes_s.items()})
         print(f"{(seen.most_bytes - before) / MIB:.0f} MiB more")
         assert answered >= 1000, statuses(told)
+        assert seen.statuses["/health", 200] == len(seen.probes_s["/health"]), seen.statuses
         for taken in seen.probes_s.values():
             assert len(taken) > 5
             assert quantile(taken, 0.99) < 1.0
@@ -185,6 +187,7 @@ def test_1500_streams_at_once_are_served_or_refused(tmp_path: Path) -> None:
 
 
 def test_descriptors_run_out_and_come_back(tmp_path: Path) -> None:
+    """A worker with few of them takes fewer connections; one that has run out of them all the same serves again."""
     gate = Gate()
     with running(tmp_path, 2, resources=[(resource.RLIMIT_NOFILE, 160)]) as fleet:
         for it in fleet.engines:
@@ -192,12 +195,24 @@ def test_descriptors_run_out_and_come_back(tmp_path: Path) -> None:
 
         async def many() -> list[Told]:
             tasks = [asyncio.ensure_future(ask(fleet.port, completion([it], 2))) for it in range(400)]
-            await asyncio.sleep(2.0)
+            deadline_s = time.monotonic() + 20
+            while sum(it.done() for it in tasks) + sum(it.running for it in fleet.engines) < len(tasks):
+                assert time.monotonic() < deadline_s
+                await asyncio.sleep(0.05)
             gate.open()
             return list(await asyncio.gather(*tasks))
 
         told = looped(many())
-        print(statuses(told))
+        assert all(it.shed or not it.status or it.whole for it in told), statuses(told)
+        assert sum(it.status == 200 for it in told) >= 32, (statuses(told), fleet.logs())
+        check_quiet(fleet)
+        all_alive(fleet)
+        gate.tokens = 0
+        (worker,) = fleet.workers()
+        resource.prlimit(worker, resource.RLIMIT_NOFILE, (70, 160))
+        told = looped(many())
+        assert all(it.shed or not it.status or it.whole for it in told), statuses(told)
+        resource.prlimit(worker, resource.RLIMIT_NOFILE, (160, 160))
         check_quiet(fleet)
         all_alive(fleet)
         told = at_once(fleet.port, [completion([it], 2) for it in range(20)])
@@ -240,46 +255,16 @@ def test_large_bodies_together_are_limited(tmp_path: Path) -> None:
         check_quiet(fleet)
 
 
-def test_clients_that_never_read_hold_up_nobody(tmp_path: Path) -> None:
-    lazy, tokens, wide_bytes = 100, 200, 64 << 10
-    with running(tmp_path, 2) as fleet:
-        (worker,) = fleet.workers()
-        before = rss_bytes(worker)
-        for it in fleet.engines:
-            it.script(*[Script(wide_bytes=wide_bytes)] * lazy)
-
-        async def some() -> None:
-            links = [await connected(fleet.port, window_bytes=4096) for _ in range(lazy)]
-            for number, link in enumerate(links):
-                link.writer.write(completion([number], tokens))
-            deadline_s = time.monotonic() + 20
-            said = -1
-            while said != (said := sum(it.said for it in fleet.engines)) or not said:
-                assert time.monotonic() < deadline_s
-                await asyncio.sleep(0.3)
-            assert said < lazy * tokens
-            for it in fleet.engines:
-                it._scripts.clear()
-            told = list(await asyncio.gather(*(ask(fleet.port, completion([7, it])) for it in range(50))))
-            print(quantile([it.end_s for it in told], 0.99), f"{(rss_bytes(worker) - before) / MIB:.0f} MiB", said)
-            assert answered_or_shed(told) == 50
-            assert quantile([it.end_s for it in told], 0.99) < 1.0
-            assert rss_bytes(worker) - before < lazy * 2.5 * MIB
-            for link in links:
-                link.writer.transport.abort()
-
-        looped(some())
-        check_quiet(fleet)
-        until(lambda: sum(it.aborted for it in fleet.engines) == lazy, lambda: [it.aborted for it in fleet.engines])
-
-
 # ---- who may not
 
 
 def test_a_wrong_key_is_refused_before_its_body_is_sent(tmp_path: Path) -> None:
     key = new_key()
     tenants = [{"name": "one", "keys": [key_row(key)]}]
-    with running(tmp_path, 1, file={"tenants": tenants, "secret": "x" * 32}) as fleet:
+    secret = tmp_path / "secret"
+    secret.write_text("x" * 32)
+    secret.chmod(0o600)
+    with running(tmp_path, 1, file={"tenants": tenants, "secret_file": str(secret)}) as fleet:
 
         async def asks(path: str, more: str) -> int:
             return (await ask(fleet.port, post(path, b"{", more, size=10 * MIB))).status

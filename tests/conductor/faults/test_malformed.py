@@ -1,5 +1,5 @@
-"""Requests that are wrong in every way, to a whole Conductor: each is answered with 2xx or 4xx, and soon; the next one is
-served; and nothing goes on to an instance that it could not read as we did.
+"""Requests that are wrong in every way, to a whole Conductor: each is answered with 2xx or 4xx, and soon; the next one
+is served; and nothing goes on to an instance that it could not read as we did.
 
 HEADWATER_TEST_MALFORMED says how many there are of each kind (1,000 by default).
 """
@@ -126,7 +126,9 @@ async def many(port: int, rng: Random, counted: Counter[int], note: str) -> None
         for number in range(-(-COUNT // CLIENTS)):
             await raw_request(port, own, counted, f"{note}, client {which}, request {number}")
             if number % 8 == 0:
-                assert [it.status for it in await all_told(port, GOOD.replace(b"Host", b"Connection: close\r\nHost"))] == [200]
+                assert [
+                    it.status for it in await all_told(port, GOOD.replace(b"Host", b"Connection: close\r\nHost"))
+                ] == [200]
 
     async with asyncio.TaskGroup() as group:
         for which in range(CLIENTS):
@@ -137,7 +139,9 @@ async def many(port: int, rng: Random, counted: Counter[int], note: str) -> None
 def test_no_bytes_break_a_conductor(fleet: Fleet, seed: int) -> None:
     counted: Counter[int] = Counter()
     looped(many(fleet.port, Random(seed), counted, f"seed {seed}"), within_s=600 + COUNT)
-    print(f"seed {seed}: {dict(sorted(counted.items()))} (0: more was waited for; -1: good ones on the same connection)")
+    print(
+        f"seed {seed}: {dict(sorted(counted.items()))} (0: more was waited for; -1: good ones on the same connection)"
+    )
     assert counted[400] > COUNT / 5 and counted[408] and counted[-1] > COUNT / 50
     assert forwarded(fleet, f"seed {seed}") > 0
     assert fleet.process.poll() is None and len(fleet.workers()) == 1

@@ -6,14 +6,19 @@ import asyncio
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
+from headwater.conductor.counts import Counts
+from headwater.conductor.http.exchange import Exchange
+from headwater.conductor.http.server import HttpServer
+from headwater.conductor.listening import Listening, inherited
+from headwater.fleetfile.model import Limits, Times
 from tests.conductor.engine import Gate, Script
 from tests.conductor.faults.clients import (
     CHAT,
@@ -25,8 +30,11 @@ from tests.conductor.faults.clients import (
     check_quiet,
     check_whole,
     gather,
+    go_on,
+    reached,
 )
 from tests.conductor.running import Fleet, chat, running, until
+from tests.servers import free_port
 
 pytestmark = pytest.mark.alone
 
@@ -36,19 +44,23 @@ ABORTED_S = 5.0
 DRAIN_S = 60.0
 
 
+@contextmanager
+def conductor(folder: Path, drain_s: float = DRAIN_S) -> Iterator[Fleet]:
+    """Two workers, two engines."""
+    with running(folder, 2, workers=2, times={"drain_s": drain_s}) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with TemporaryDirectory(prefix="hw") as folder, conductor(Path(folder)) as it:
+        yield it
+
+
 @pytest.fixture
 def gate() -> Gate:
     """What all tokens of streams wait for."""
     return Gate()
-
-
-@pytest.fixture
-def fleet(tmp_path: Path, gate: Gate) -> Iterator[Fleet]:
-    """Two workers, two engines."""
-    with running(tmp_path, 2, workers=2, times={"drain_s": DRAIN_S}) as it:
-        for engine in it.engines:
-            engine.otherwise = Script(gate=gate)
-        yield it
 
 
 def bodies() -> list[tuple[str, dict[str, Any]]]:
@@ -67,21 +79,13 @@ def total(fleet: Fleet) -> int:
     return sum(it.running for it in fleet.engines)
 
 
-async def reached(fact: Any, within_s: float, what: str) -> float:
-    """Poll within the loop; how long it took."""
-    begun_s = time.monotonic()
-    while not fact():
-        assert time.monotonic() < begun_s + within_s, what
-        await asyncio.sleep(0.002)
-    return time.monotonic() - begun_s
-
-
 async def under_way(fleet: Fleet, gate: Gate, stack: AsyncExitStack) -> list[Stream]:
-    """Fifty streams that have said a part."""
+    """Fifty streams that have said a part; later requests have no gate."""
+    for engine in fleet.engines:
+        engine.otherwise = Script(gate=gate)
     streams = [await stack.enter_async_context(await begun(fleet.port, *it)) for it in bodies()]
     await reached(lambda: total(fleet) == STREAMS, 20.0, f"only {total(fleet)} are under way")
-    gate.open(STREAMS * TOKENS // 2)
-    await reached(lambda: not gate.tokens, 10.0, "they do not go on")
+    await go_on(gate, STREAMS, TOKENS // 2)
     for engine in fleet.engines:
         engine.otherwise = Script()
     for it in streams:
@@ -126,9 +130,8 @@ def test_a_roll_cuts_no_stream_and_refuses_nobody(fleet: Fleet, gate: Gate) -> N
             streams = await under_way(fleet, gate, stack)
             stop = asyncio.Event()
             hammers = [asyncio.create_task(hammer(stop, it)) for it in range(2)]
-            for _ in range(1):
-                fleet.process.send_signal(signal.SIGHUP)
-                await reached(lambda: "the file was read again" in fleet.logs(), 90.0, "it was not rolled")
+            fleet.process.send_signal(signal.SIGHUP)
+            await reached(lambda: "the file was read again" in fleet.logs(), 90.0, "it was not rolled")
             before = len(served)
             await reached(lambda: len(served) > before + 100, 10.0, "nobody is served")
             assert old <= set(fleet.workers()), "the old ones drain"
@@ -143,3 +146,140 @@ def test_a_roll_cuts_no_stream_and_refuses_nobody(fleet: Fleet, gate: Gate) -> N
     assert not failed, f"{len(failed)} of {len(served)}: {failed[:5]}"
     assert len(fleet.workers()) == 2
     check_quiet(fleet)
+
+
+def is_refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 2.0).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def check_nothing_is_left(fleet: Fleet, workers: list[int]) -> None:
+    """No process, no port, no socket."""
+    until(lambda: not any(map(lives, workers)), lambda: (workers, fleet.logs()), DRAIN_S)
+    assert is_refused(fleet.port) and is_refused(fleet.control_port)
+    assert not list((fleet.log.parent / "run").rglob("*.sock"))
+    until(lambda: not total(fleet), lambda: f"{total(fleet)} are at engines", ABORTED_S)
+
+
+def test_a_killed_worker_takes_only_its_own_streams(fleet: Fleet, gate: Gate) -> None:
+    workers = fleet.workers()
+
+    async def rest(stream: Stream) -> Any:
+        try:
+            return await stream.rest()
+        except (TornAnswer, OSError) as error:
+            return error
+
+    async def kills() -> None:
+        async with AsyncExitStack() as stack:
+            streams = await under_way(fleet, gate, stack)
+            reading = [asyncio.create_task(rest(it)) for it in streams]
+            os.kill(workers[0], signal.SIGKILL)
+            took_s = await reached(
+                lambda: 0 < sum(it.done() for it in reading) == STREAMS - total(fleet),
+                ABORTED_S,
+                f"{total(fleet)} go on at engines",
+            )
+            lost = [it.done() for it in reading]
+            print(f"{sum(lost)} streams were lost; engines had stopped after {took_s:.3f} s")
+            assert sum(lost) < STREAMS
+            # Those that come to the dead one's place wait for the next.
+            answers = await asyncio.gather(*(ask(fleet.port, CHAT, chat(f"meanwhile {it}")) for it in range(20)))
+            assert {it.status for it in answers} == {200}
+            gate.open()
+            for is_lost, answer, (path, body) in zip(lost, await asyncio.gather(*reading), bodies(), strict=True):
+                if is_lost:
+                    assert isinstance(answer, TornAnswer | OSError)
+                else:
+                    check_whole(answer, path, body)
+
+    gather(kills())
+    until(lambda: len(fleet.workers()) == 2 and workers[0] not in fleet.workers(), fleet.logs, 20.0)
+    until(lambda: sum(bool(it["ready"]) for it in fleet.state()["workers"]) == 2, fleet.logs, 40.0)
+    check_quiet(fleet)
+
+
+def test_a_conductor_that_is_told_to_end_ends_its_streams_first(tmp_path: Path, gate: Gate) -> None:
+    async def ends(fleet: Fleet) -> None:
+        async with AsyncExitStack() as stack:
+            streams = await under_way(fleet, gate, stack)
+            fleet.process.send_signal(signal.SIGTERM)
+            await reached(lambda: is_refused(fleet.port), 20.0, "new connections are still taken")
+            assert fleet.process.poll() is None and total(fleet) == STREAMS
+            gate.open()
+            await end(streams)
+
+    with conductor(tmp_path) as fleet:
+        workers = fleet.workers()
+        gather(ends(fleet))
+        assert fleet.process.wait(10.0) == 0, fleet.logs()
+        assert "killed" not in fleet.logs()
+        check_nothing_is_left(fleet, workers)
+
+
+def test_a_killed_parent_leaves_nothing_and_cuts_nothing(tmp_path: Path, gate: Gate) -> None:
+    async def ends(fleet: Fleet) -> None:
+        async with AsyncExitStack() as stack:
+            streams = await under_way(fleet, gate, stack)
+            fleet.process.kill()
+            await reached(lambda: is_refused(fleet.port), 20.0, "new connections are still taken")
+            gate.open()
+            await end(streams)
+
+    with conductor(tmp_path) as fleet:
+        workers = fleet.workers()
+        gather(ends(fleet))
+        fleet.process.wait()
+        check_nothing_is_left(fleet, workers)
+
+
+def test_streams_that_do_not_end_are_cut_once_draining_is_over(tmp_path: Path, gate: Gate) -> None:
+    async def ends(fleet: Fleet) -> None:
+        async with AsyncExitStack() as stack:
+            streams = await under_way(fleet, gate, stack)
+            fleet.process.kill()
+            told = await asyncio.gather(*(it.rest() for it in streams), return_exceptions=True)
+            assert all(isinstance(it, TornAnswer | OSError) for it in told), told
+
+    with conductor(tmp_path, drain_s=1.0) as fleet:
+        workers = fleet.workers()
+        gather(ends(fleet))
+        fleet.process.wait()
+        check_nothing_is_left(fleet, workers)
+
+
+def test_what_the_kernel_took_for_a_worker_that_ends_is_served_by_the_next() -> None:
+    class Handler:
+        def handle(self, exchange: Exchange) -> None:
+            exchange.answer(200, [], b"")
+
+    async def test() -> None:
+        port = free_port()
+        place = Listening(f"127.0.0.1:{port}")
+        servers = [HttpServer(Handler(), Limits(), Times(), Counts()) for _ in range(2)]
+        links = []
+        try:
+            for it in servers:
+                listening = inherited([os.dup(it) for it in place.descriptors])
+                await it.start("127.0.0.1", port, listening=listening)
+            links = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]  # the loop has seen none
+            drained = asyncio.create_task(servers[0].drain(5.0))
+            await asyncio.sleep(0)
+            for it in links:
+                it.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            for it in links:
+                assert (await asyncio.to_thread(it.recv, 100)).startswith(b"HTTP/1.1 200")
+                it.close()
+            assert await drained
+        finally:
+            place.close()
+            for it in servers:
+                await it.close()
+            for it in links:
+                it.close()
+        assert is_refused(port)
+
+    gather(test())

@@ -19,6 +19,8 @@ import pytest
 import yaml
 
 from headwater.conductor.tenants import key_row, new_key
+from headwater.errors import ConfigError
+from headwater.fleetfile.read import read_fleet
 from tests.conductor.engine import Received
 from tests.conductor.faults.hostile import (
     LOOPBACK,
@@ -195,7 +197,11 @@ SMUGGLED = message(json.dumps(chat(MARK)).encode(), more=AUTHORIZED)
 @pytest.mark.parametrize("name", BAD)
 def test_no_request_goes_on_within_another(fleet: Fleet, name: str) -> None:
     status, data = BAD[name]
-    data = data.replace(b"fffff\r", b"fffffff\r").replace(b" /a HTTP", b" /v1/chat/completions HTTP").replace(HOST, HOST + AUTHORIZED.encode(), 1)
+    data = (
+        data.replace(b"fffff\r", b"fffffff\r")
+        .replace(b" /a HTTP", b" /v1/chat/completions HTTP")
+        .replace(HOST, HOST + AUTHORIZED.encode(), 1)
+    )
     answers = say(fleet, GOOD + data + SMUGGLED, SMUGGLED)
     assert [it.status for it in answers] == [200, status]
     assert answers[-1].headers["connection"] == "close"
@@ -207,7 +213,9 @@ def test_a_body_that_looks_like_a_request_is_a_body(fleet: Fleet) -> None:
     inner = message(json.dumps(chat(MARK)).encode())
     body = json.dumps(chat(inner.decode())).encode()
     chunked = message(b"", more=AUTHORIZED).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-    parts = b"".join(b"%x;a=b\r\n%b\r\n" % (len(body[at : at + 50]), body[at : at + 50]) for at in range(0, len(body), 50))
+    parts = b"".join(
+        b"%x;a=b\r\n%b\r\n" % (len(body[at : at + 50]), body[at : at + 50]) for at in range(0, len(body), 50)
+    )
     first = message(body, more=AUTHORIZED)
     answers = say(fleet, first, chunked + parts + b"0\r\nContent-Length: 9\r\nAuthorization: x\r\n\r\n" + GOOD)
     assert [it.status for it in answers] == [200, 200, 200]
@@ -243,10 +251,14 @@ def test_nothing_in_a_request_makes_us_connect_anywhere(fleet: Fleet) -> None:
             {"type": "input_audio", "input_audio": {"data": url, "format": "wav"}},
             {"type": "file", "file": {"file_id": url}},
         ]
-        wanted = chat("hi", messages=[{"role": "user", "content": parts}], user=url, session_id=url, documents=[{"url": url}])
+        wanted = chat(
+            "hi", messages=[{"role": "user", "content": parts}], user=url, session_id=url, documents=[{"url": url}]
+        )
         it = fleet.post("/v1/chat/completions", wanted, headers=told)
         assert it.status == 200
-        assert json.loads(received(fleet)[0].body)["messages"][0]["content"] == parts, "they are the instance's business"
+        assert json.loads(received(fleet)[0].body)["messages"][0]["content"] == parts, (
+            "they are the instance's business"
+        )
         assert fleet.get("/v1/models", headers=told).status == 200
         assert fleet.get(f"/v1/models/{url}").status == 404
         assert count() == 0
@@ -328,9 +340,10 @@ def test_nobody_registers_elsewhere(fleet: Fleet, host: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["http://u:p@127.0.0.1:9", "http://127.0.0.1:9/path", "http://127.0.0.1:9?a", "http://127.0.0.1:9#a", "ftp://127.0.0.1",
-     "file:///etc/passwd", "http://127.0.0.1:9\r\nX: y", "http://127.0.0.1\\@10.0.0.1", "unix:/run/x", "http://", "", "//127.0.0.1",
-     "http://127.0.0.1:0", "http://127.0.0.1:70000", "http://[::1%25eth0]:1", "gopher://127.0.0.1:6379/_FLUSHALL"],
+    ["http://u:p@127.0.0.1:9", "http://127.0.0.1:9/path", "http://127.0.0.1:9?a", "http://127.0.0.1:9#a",
+     "ftp://127.0.0.1",
+     "file:///etc/passwd", "http://127.0.0.1:9\r\nX: y", "http://127.0.0.1\\@10.0.0.1", "unix:/run/x", "http://", "",
+     "//127.0.0.1", "http://127.0.0.1:0", "http://127.0.0.1:70000", "http://[::1%25eth0]:1", "gopher://127.0.0.1:6379/_FLUSHALL"],
     ids=range(16),
 )  # fmt: skip
 def test_nobody_registers_what_is_no_address(fleet: Fleet, url: str) -> None:
@@ -376,30 +389,39 @@ OPEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"conductor": {"listen": "0.0.0.0:PORT"}, "tenants": TENANTS},
         ["conductor.listen", "0.0.0.0:PORT", "tls_certificate"],
     ),
-    "no token": ({"conductor": {"control": "0.0.0.0:PORT"}}, ["conductor.control", "0.0.0.0:PORT", "control_token_file"]),
+    "no token": (
+        {"conductor": {"control": "0.0.0.0:PORT"}},
+        ["conductor.control", "0.0.0.0:PORT", "control_token_file"],
+    ),
 }
 
 
+@pytest.mark.parametrize("name", OPEN)
+def test_nothing_is_open_to_others_without_credentials(tmp_path: Path, name: str) -> None:
+    more, words = OPEN[name]
+    with pytest.raises(ConfigError) as refused:
+        read_fleet(open_to_others(tmp_path, more, "8080"))
+    for word in words:
+        assert word.replace("PORT", "8080") in str(refused.value)
+
+
 @pytest.mark.alone
-def test_nothing_is_open_to_others_without_credentials(tmp_path: Path) -> None:
-    begun = [refused_start(tmp_path / str(number), more) for number, (more, _) in enumerate(OPEN.values())]
-    for (name, (_, words)), (process, port) in zip(OPEN.items(), begun, strict=True):
-        _, said = process.communicate(timeout=60)
-        assert process.returncode != 0 and "Traceback" not in said, name
-        for word in words:
-            assert word.replace("PORT", port) in said, (name, said)
+def test_who_is_open_to_others_does_not_start(tmp_path: Path) -> None:
+    port = free_port()
+    file = open_to_others(tmp_path, OPEN["no TLS"][0], str(port))
+    command = [sys.executable, "-m", "headwater", "conductor", str(file), "--runtime-dir", str(tmp_path / "r")]
+    ended = subprocess.run(command, capture_output=True, timeout=60, check=False, text=True)
+    assert ended.returncode != 0 and "Traceback" not in ended.stderr
+    assert f"conductor.listen: 0.0.0.0:{port} is open to others" in ended.stderr and "tls_certificate" in ended.stderr
 
 
-def refused_start(folder: Path, more: dict[str, Any]) -> tuple[subprocess.Popen[str], str]:
-    """A Conductor with such a file, and the port that it is not to have."""
-    folder.mkdir()
-    port = str(free_port())
+def open_to_others(folder: Path, more: dict[str, Any], port: str) -> Path:
+    """A fleet file with such settings."""
     conductor = {"listen": f"127.0.0.1:{free_port()}", "control": f"127.0.0.1:{free_port()}", "tokens": "none"}
     conductor |= {setting: value.replace("PORT", port) for setting, value in more["conductor"].items()}
     file = {"instances": [{"name": "a", "model": "toy", "url": "http://127.0.0.1:9"}], **more, "conductor": conductor}
     (folder / "fleet.yaml").write_text(yaml.safe_dump(file))
-    command = [sys.executable, "-m", "headwater", "conductor", str(folder / "fleet.yaml"), "--runtime-dir", str(folder / "r")]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), port
+    return folder / "fleet.yaml"
 
 
 MANY = {
@@ -422,7 +444,9 @@ MANY = {
 @pytest.mark.alone
 def test_what_is_too_much_is_refused_and_takes_no_memory(fleet: Fleet) -> None:
     (worker,) = fleet.workers()
-    assert fleet.post("/v1/chat/completions", b"{" + USUAL.encode() + b',"pad":"' + b"x" * (1 << 20) + b'"}').status == 200
+    assert (
+        fleet.post("/v1/chat/completions", b"{" + USUAL.encode() + b',"pad":"' + b"x" * (1 << 20) + b'"}').status == 200
+    )
     forget_peak(worker)
     before = rss_bytes(worker)
     for name, body in MANY.items():
@@ -432,7 +456,12 @@ def test_what_is_too_much_is_refused_and_takes_no_memory(fleet: Fleet) -> None:
         assert it.status in (400, 413), (name, it)
         assert grown < GROWTH_BYTES, name
     assert received(fleet)[1:] == []
-    bombs = {"gzip": gzip.compress(bytes(32 << 20)), "deflate": zlib.compress(bytes(32 << 20)), "br": b"x", "gzip, gzip": b"x"}
+    bombs = {
+        "gzip": gzip.compress(bytes(32 << 20)),
+        "deflate": zlib.compress(bytes(32 << 20)),
+        "br": b"x",
+        "gzip, gzip": b"x",
+    }
     for encoding, bomb in bombs.items():
         it = fleet.post("/v1/chat/completions", bomb, headers={"Content-Encoding": encoding})
         assert it.status == 415 and rss_bytes(worker, "VmHWM") - before < GROWTH_BYTES, encoding

@@ -23,6 +23,7 @@ from tests.conductor.faults.clients import (
     check_quiet,
     check_whole,
     gather,
+    go_on,
     undisturbed,
 )
 from tests.conftest import MODEL
@@ -200,9 +201,7 @@ def test_fifty_streams_while_one_of_three_dies(fleet: Fleet) -> None:
         nonlocal lost
         while sum(it.running for it in fleet.engines) < len(asks):
             await asyncio.sleep(0.001)
-        gate.open(len(asks) * TOKENS // 3)
-        while gate.tokens:
-            await asyncio.sleep(0.001)
+        await go_on(gate, len(asks), TOKENS // 3)
         dying = max(fleet.engines, key=lambda it: it.running)
         lost = dying.running
         await in_thread(kill, dying)

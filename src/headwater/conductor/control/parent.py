@@ -28,7 +28,7 @@ from aiohttp import web
 from headwater.conductor.control import indexer
 from headwater.conductor.control.access import Access
 from headwater.conductor.control.merge import Counted, State, merged, percentiles
-from headwater.conductor.control.replies import Rejected, errors_as_json, read_body, reply
+from headwater.conductor.control.replies import Rejected, errors_as_json, quiet_log, read_body, reply
 from headwater.conductor.control.workers import Answer, Workers
 from headwater.conductor.counts import BOUNDS_S
 from headwater.errors import ConfigError, UnavailableError
@@ -80,7 +80,7 @@ class Control:
                 web.post("/drain", self._start_drain),
             ]
         )
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, logger=quiet_log())
         self.url = ""
 
     async def start(self) -> None:

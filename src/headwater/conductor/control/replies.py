@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from headwater.errors import HeadwaterError, RefusedError, UnavailableError
 
@@ -80,6 +82,18 @@ async def read_body(request: web.Request, most: int) -> bytes:
     except TimeoutError:
         raise Rejected(408, "too_slow", f"the body did not come within {READ_S:.0f} s") from None
     return b"".join(parts)
+
+
+def quiet_log() -> logging.Logger:
+    """The log of aiohttp's server. What is no HTTP is answered with 400 and not logged: it would be quoted, and there
+    may be a key in it."""
+    log = logging.getLogger("headwater.conductor.control.http")
+    log.addFilter(_is_ours)
+    return log
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
 _CODES = {404: "no_such_path", 405: "method_not_allowed", 413: "too_large"}

@@ -152,16 +152,16 @@ class Device:
         """A prompt with these keys was sent there."""
         expected = self._expected
         held = self._index.find(keys).get(self.place, 0)
-        for at in range(len(keys) - 1, -1, -1):
-            key = keys[at]
-            count = expected.get(key)
+        counts, new = expected.get, len(keys) - held
+        for at, key in enumerate(reversed(keys)):
+            count = counts(key)
             if count is not None:
                 expected[key] = count + 1
                 expected.move_to_end(key)
-            elif at >= held:
+            elif at < new:
                 expected[key] = 1
-        if held < len(keys):
-            self._index.stored(self.place, keys[held:])
+        if new:
+            self._index.stored(self.place, keys[held:] if held else keys)
         self._trim()
 
     def unexpect(self, keys: Iterable[bytes]) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import permutations
 
 import zmq
 
@@ -23,15 +24,22 @@ from headwater.types import Tier
 
 LATENCY_S, BYTES_S = 1e-3, 1e9
 """What is assumed of what nobody has measured yet: better tried than left out."""
+HOST_LATENCY_S, HOST_BYTES_S = 1e-3, 5e9
+"""Of an engine that reads its own node's memory, which nobody measures: a copy within the host, far sooner done than
+computing anywhere."""
 USUAL_BYTES = 8 << 20
+JOINED_MAX = 128
+"""There are as many links as pairs of nodes."""
 
 
 class Sources:
     """To be made, used and closed in the running loop. `nodes` are the fleet's: names and unix:/paths, by number."""
 
-    def __init__(self, sight: Sight, nodes: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, sight: Sight, nodes: Sequence[tuple[str, str]], *, are_joined: bool = False) -> None:
+        """`are_joined`: the nodes are of one cluster. Then each is taken to reach the others until it tells how fast,
+        which it cannot before it has, and those of other hosts never do."""
         self.links: dict[tuple[Place, int], Link] = {}
-        """For `Fleet.links`: kept current in place. Nodes' own HOST memory is not in it: engines read it themselves."""
+        """For `Fleet.links`: kept current in place."""
         self._sight = sight
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._subscriptions: dict[int, list[Subscription]] = {}
@@ -40,6 +48,12 @@ class Sources:
         self._watches = [
             NodeWatch(number, address, sight, self._measured) for number, (_, address) in enumerate(nodes) if address
         ]
+        for number in range(len(nodes)):
+            self.links[Place(Tier.HOST, number), number] = Link(HOST_LATENCY_S, HOST_BYTES_S)
+        self._are_joined = are_joined and len(nodes) <= JOINED_MAX
+        if self._are_joined:
+            for source, target in permutations(range(len(nodes)), 2):
+                self.links[Place(Tier.HOST, source), target] = Link(LATENCY_S, BYTES_S)
         sight.on_again = self._again
         for name, watch in zip([name for name, address in nodes if address], self._watches, strict=True):
             sight.sources[f"node:{name}"] = watch.state
@@ -116,7 +130,8 @@ class Sources:
             ):
                 best[place] = link
         for key in [key for key in self.links if key[1] == node and key[0] not in best]:
-            del self.links[key]
+            if key[0].tier is not Tier.HOST or not (self._are_joined or key[0].number == node):
+                del self.links[key]
         for place, link in best.items():
             known = self.links.setdefault((place, node), link)
             known.latency_s, known.bytes_s = link.latency_s, link.bytes_s

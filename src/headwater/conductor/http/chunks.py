@@ -19,6 +19,9 @@ LINE_BYTES = 256
 """Of a size line with its extensions, which are skipped."""
 TRAILER_BYTES = 8192
 
+_KNOWN_MAX = 4096
+_KNOWN: dict[bytes, int] = {}
+"""Size lines that were read before, without extensions and without their end; never that of the last chunk."""
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _SIZE_BEGUN = re.compile(rb"[0-9A-Fa-f]{1,8}(?:;[\t\x20-\x7e\x80-\xff]*)?\r?")
 _FIELD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n")
@@ -45,6 +48,13 @@ class Chunked:
 
     def feed(self, data: bytes, pos: int = 0) -> bytes:
         """The payload in what came, from `pos` on; b'' if there is none. Raises Malformed, with 413 above the limit."""
+        if not self._left and not self._trailers and not self._held:
+            # Nearly always an event of a stream, which is one chunk, whole.
+            line = data.find(b"\r\n", pos, pos + LINE_BYTES)
+            size = _KNOWN.get(data[pos:line]) if line > 0 else None
+            if size is not None and line + size + 4 == len(data) and data.endswith(b"\r\n"):
+                self._announce(size)
+                return data[line + 2 : -2]
         if self._held:
             data, pos, self._held = self._held + data[pos:], 0, b""
         parts: list[bytes] = []
@@ -89,13 +99,21 @@ class Chunked:
             raise Malformed("a chunk's size cannot be read")
         size = int(found[1], 16)
         if size:
-            self.size_bytes += size
-            if self._limit_bytes is not None and self.size_bytes > self._limit_bytes:
-                raise Malformed("the body is too large", 413, "body_too_large")
+            self._announce(size)
             self._left = size + 2
+            if found.end(1) + 2 == found.end():
+                if len(_KNOWN) >= _KNOWN_MAX:
+                    _KNOWN.clear()
+                _KNOWN[found[1]] = size
         else:
             self._trailers = True
         return found.end()
+
+    def _announce(self, size: int) -> None:
+        """So much more payload is to come."""
+        self.size_bytes += size
+        if self._limit_bytes is not None and self.size_bytes > self._limit_bytes:
+            raise Malformed("the body is too large", 413, "body_too_large")
 
     def _trailer(self, data: bytes, pos: int, end: int) -> int:
         if data.startswith(b"\r\n", pos):

@@ -48,6 +48,8 @@ TURN_REQUESTS = 16
 """Requests of one connection that may be answered in one turn of the loop."""
 WRITE_HIGH_BYTES, WRITE_LOW_BYTES = 256 << 10, 64 << 10
 LINGER_S = 2.0
+FIRST_S = 1.0
+"""Of a server that drains, until a new connection must have begun to bring its request."""
 RETRY_AFTER = (b"retry-after", b"1")
 SMALL_BYTES = 64 << 10
 """Bodies up to this are not counted: there are at most as many as connections, and floods of large ones do not keep
@@ -107,6 +109,7 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_answer",
+        "_asked",
         "_blank",
         "_body",
         "_body_bytes",
@@ -140,6 +143,8 @@ class Connection(asyncio.Protocol):
         self._head: RequestHead
         """Of the present request."""
         self._answer: Answer | None = None
+        self._asked = False
+        """It has brought a request."""
         self._blank = 0
         """Bytes of an empty line before the next request."""
         self._held = b""
@@ -359,6 +364,7 @@ class Connection(asyncio.Protocol):
         head = self._head
         request = Request(head.method, head.path, head.query, head.headers.copy(), body, self._peer)
         self._phase = _ANSWERING
+        self._asked = True
         self.deadline_s = inf
         answer = self._answer = Answer(self, request)
         self._server.handler.handle(answer)
@@ -441,9 +447,13 @@ class Connection(asyncio.Protocol):
         return self._phase is _HEAD and not self._reader.begun
 
     def leave(self) -> None:
-        """The server drains: an idle connection is closed."""
+        """The server drains: an idle connection is closed. On one that is new a request is on its way: it was made
+        before anybody could know, and its request is still answered."""
         if self.idle and not self._held:
-            self._close()
+            if self._asked:
+                self._close()
+            else:
+                self.deadline_s = min(self.deadline_s, self._server.time() + FIRST_S)
 
     def sweep(self, now: float) -> None:
         """Look at what nobody reports: deadlines, and hang-ups while the connection is not read."""

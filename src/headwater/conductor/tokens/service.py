@@ -40,7 +40,7 @@ Ask: TypeAlias = "Callable[[Parsed, Callable[[array[int] | None], None]], None]"
 
 MEMO_BYTES = 64 << 20
 MODELS = 1024
-SEARCHES = 256
+SEARCHES = 1024
 """In threads, at a time: a client waits for at most so many others."""
 ASK_S = 5.0
 LOAD_S = 60.0
