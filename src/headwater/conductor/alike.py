@@ -68,10 +68,14 @@ class Alike:
     def lead(self, request: str, keys: Sequence[bytes], tokens: int, choice: Choice) -> None:
         """A request was sent there; it leads if it has to compute enough."""
         computed = tokens - choice.cached_tokens - choice.fetched_tokens
-        if computed < LEADER_TOKENS or 2 * computed < tokens or not keys or len(self._leaders) >= LEADERS_MAX:
+        if computed < LEADER_TOKENS or 2 * computed < tokens or not keys:
             return
         if request in self._leaders:
             self.lost(request)
+        while len(self._leaders) >= LEADERS_MAX:
+            if not self._ending:
+                return
+            self.lost(self._ending.popleft()[1])
         leader = self._leaders[request] = MARKS[bisect_left(DEPTHS, len(keys))](keys), choice.prefill
         known = self._firsts.get(keys[0])
         if known is None:
@@ -108,10 +112,11 @@ class Alike:
         if not known:
             del self._firsts[marks[0]]
 
-    def places(self, keys: Sequence[bytes], block_tokens: int, tokens: int, now: float) -> set[int] | None:
-        """The instances where enough of this prompt is being computed; None if those are too few to keep to."""
+    def places(self, keys: Sequence[bytes], block_tokens: int, tokens: int, since_s: float) -> set[int] | None:
+        """The instances where enough of this prompt is being computed; None if those are too few to keep to. `since_s`
+        is when the first of those came who are to be placed, now or later."""
         ending = self._ending
-        while ending and ending[0][0] <= now:
+        while ending and ending[0][0] <= since_s:
             self.lost(ending.popleft()[1])
         # Whoever has any key in common has the first.
         known = self._firsts.get(keys[0]) if keys else None

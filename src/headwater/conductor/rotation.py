@@ -50,8 +50,8 @@ class Ride:
     """One request. Times are of the loop's clock."""
 
     __slots__ = (
-        "answered_tokens", "arrived_s", "at", "cached_tokens", "counted", "ended_s", "excluded", "first_s", "job",
-        "model", "outcome", "refused", "request", "routed_s", "sent", "tenant", "tokens", "tries", "waits",
+        "answered", "answered_tokens", "arrived_s", "at", "cached_tokens", "counted", "ended_s", "excluded", "first_s",
+        "job", "model", "outcome", "refused", "request", "routed_s", "sent", "tenant", "tokens", "tries", "waits",
     )  # fmt: skip
 
     def __init__(self, job: Job, tokens: int, sent: Sent, refused: Refused) -> None:
@@ -69,7 +69,7 @@ class Ride:
         self.tries: list[list[str]] = []
         """The names of the two instances, and why it was lost there."""
         self.excluded: set[int] | None = None
-        self.waits = False
+        self.waits = self.answered = False
         self.outcome = "waiting"
         self.answered_tokens = 0
         self.cached_tokens: int | None = None
@@ -232,8 +232,8 @@ class Rotation:
         if ride is None or ride.first_s or not job.parsed.stream:
             return
         now = ride.first_s = self._timers.time()
-        if not job.first_s:
-            job.first_s, job.phase = now, Phase.ANSWERING
+        if not ride.answered:
+            ride.answered, job.first_s, job.phase = True, now, Phase.ANSWERING
             self._counts.observe("ttft_seconds", now - ride.arrived_s)
 
     def prefilled(self, job: Job, why: str, then: Callable[[], None]) -> None:

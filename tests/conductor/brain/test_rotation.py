@@ -79,6 +79,7 @@ def test_a_request_from_beginning_to_end() -> None:
     assert (job.phase, job.tries, job.routed_s) == (Phase.SENT, 1, rig.timers.now)
     assert target.headers == {b"x-headwater-instance": b"i1", b"x-headwater-reuse": b"device=0"}
     rig.timers.run(0.2)
+    job.first_s = rig.timers.now  # whoever relays may have written it
     rig.brain.started(job)
     rig.timers.run(0.5)
     rig.brain.started(job)
@@ -252,7 +253,7 @@ def test_who_joins_gets_its_turn_and_who_leaves_is_forgotten() -> None:
     assert [rig.take().at for _ in range(3)] == [2, 1, 2]
     for request in range(1, 9):
         job = Job(f"r{request}", clients[0].job.exchange, NOBODY, clients[0].job.parsed, 0.0)
-        rig.brain.finished(job, whole=False)
+        rig.brain.finished(job, whole=True)
     assert rig.roster.by_name("i0") is None and rig.is_still()
     assert rig.roster.register(spec("other", capacity_tokens=100_000), 3) == 0
     assert rig.brain.state()["instances"][-1]["ended_requests"] == 0

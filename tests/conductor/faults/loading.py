@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from tests.conductor.engine import _later
 from tests.conductor.running import Fleet
 
-CONNECT_S = 10.0
 WITHIN_S = 60.0
+LOOK_S = 0.05
 SHED = (429, 503)
 T = TypeVar("T")
 
@@ -101,7 +102,8 @@ def looped(work: Coroutine[Any, Any, T]) -> T:
         try:
             return await work
         finally:
-            await asyncio.sleep(0.01)  # connections that were cut are closed in the loop's next turns
+            for _ in range(10):
+                await asyncio.sleep(0)  # connections that were cut are closed in the loop's next turns
 
     return uvloop.run(ended())
 
@@ -123,11 +125,19 @@ def open_loop(port: int, requests: Sequence[bytes], a_second: float) -> list[Tol
         begun_s = loop.time()
         tasks = []
         for number, it in enumerate(requests):
-            await asyncio.sleep(begun_s + number / a_second - loop.time())
+            await _later(max(begun_s + number / a_second - loop.time(), 0.0))
             tasks.append(asyncio.ensure_future(ask(port, it)))
         return list(await asyncio.gather(*tasks))
 
     return looped(paced())
+
+
+async def reached(fact: Callable[[], bool], within_s: float = 30.0) -> None:
+    """Wait until it is so."""
+    deadline_s = time.monotonic() + within_s
+    while not fact():
+        assert time.monotonic() < deadline_s, f"not so within {within_s} s"
+        await _later(LOOK_S)
 
 
 def statuses(told: Sequence[Told]) -> Counter[Any]:

@@ -305,7 +305,7 @@ def test_secrets_and_prompts_are_nowhere_else(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(mine.secret)
     (tmp_path / "secret").chmod(0o600)
     file = {"tenants": tenants, "secret_file": str(tmp_path / "secret")}
-    times = {"silent_s": 1.0, "first_s": 2.0}
+    times = {"silent_s": 0.5, "first_s": 0.5}
     with running(tmp_path, file=file, times=times, retries=1) as fleet:
         seen: dict[str, object] = {}
         good = chat(mine.words, cache_salt=mine.salt)

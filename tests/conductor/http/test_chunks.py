@@ -97,3 +97,16 @@ def test_the_limit_is_looked_at_before_the_payload_comes() -> None:
     assert caught.value.status == 413
     with pytest.raises(Malformed):
         Chunked(limit_bytes=10).feed(b"ffffffff\r\n")
+
+
+def test_a_size_line_that_was_read_before_excuses_nothing() -> None:
+    decode([b"7\r\nbefore \r\n"])
+    with pytest.raises(Malformed):
+        Chunked().feed(b"7\r\nbefore \n\n")
+    with pytest.raises(Malformed) as caught:
+        Chunked(limit_bytes=6).feed(b"7\r\nbefore \r\n")
+    assert caught.value.status == 413
+    chunked = Chunked()
+    assert chunked.feed(b"7\r\n7\r\n") + chunked.feed(b"7\r\n1\r\n") == b"7\r\n7\r\n1", "within a chunk it is payload"
+    chunked = Chunked()
+    assert chunked.feed(b"1") + chunked.feed(b"7\r\nbefore \r\n") == b"before \r\n", "what is held comes before it"

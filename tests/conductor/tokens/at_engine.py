@@ -43,7 +43,7 @@ class AtEngine:
         url = f"http://127.0.0.1:{self.port}{path}"
         try:
             with urllib.request.urlopen(
-                urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=60
+                urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=120
             ) as reply:
                 return reply.status, reply.read()
         except urllib.error.HTTPError as error:
