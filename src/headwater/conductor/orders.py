@@ -13,8 +13,8 @@ from headwater.types import Tier
 ORDERS_S = 200.0
 """Orders a second, to all nodes: beyond that they have more to do than they can."""
 Prefetch = Callable[[int, str, str, Sequence[bytes]], None]
-"""A node, by its number, is to have these first chunks of a prompt (of a model, with a salt) in its HOST tier; it may do
-so or not. Called in the loop."""
+"""A node, by its number, is to have these first chunks of a prompt (of a model, with a salt) in its HOST tier; it may
+do so or not. Called in the loop."""
 
 
 class Orders:

@@ -13,7 +13,18 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.conductor.engine import Gate, Script
-from tests.conductor.faults.clients import CHAT, COMPLETION, Stream, all_alive, ask, check_quiet, connected, gather, reached, request
+from tests.conductor.faults.clients import (
+    CHAT,
+    COMPLETION,
+    Stream,
+    all_alive,
+    ask,
+    check_quiet,
+    connected,
+    gather,
+    reached,
+    request,
+)
 from tests.conductor.running import Fleet, chat, running, until
 
 ROUNDS = int(os.environ.get("HEADWATER_TEST_LEAVES", "200"))
@@ -94,7 +105,9 @@ def test_clients_that_leave(fleet: Fleet) -> None:
     check_quiet(fleet)
     until(lambda: size_of(worker)[0] <= before[0] + 2, lambda: (before, size_of(worker)))
     grown_bytes = size_of(worker)[1] - before[1]
-    print(f"{ROUNDS} rounds, {asked} requests: {grown_bytes} bytes more, descriptors {before[0]} -> {size_of(worker)[0]}")
+    print(
+        f"{ROUNDS} rounds, {asked} requests: {grown_bytes} bytes more, descriptors {before[0]} -> {size_of(worker)[0]}"
+    )
     assert grown_bytes < GROWN_BYTES
 
 

@@ -26,8 +26,8 @@ from tests.conductor.faults.clients import (
     go_on,
     undisturbed,
 )
-from tests.conftest import MODEL
 from tests.conductor.running import Answer, Fleet, chat, running
+from tests.conftest import MODEL
 
 TOKENS = 12
 TIMES = {"first_s": 1.0, "silent_s": 1.0}
