@@ -173,8 +173,11 @@ class UpFleet:
         return self.process.wait(STOP_S)
 
     def left_behind(self) -> list[str]:
-        """Processes whose command line or environment names this run's folder, sockets, and ports that answer."""
-        found = [str(path) for path in self.folder.rglob("*") if path.is_socket()]
+        """Processes whose command line or environment names this run's folder, sockets, and ports that answer.
+
+        vLLM leaves sockets of its own in TMPDIR, however it ends: those do not count.
+        """
+        found = [str(path) for path in (self.folder / "run").rglob("*") if path.is_socket()]
         for process in Path("/proc").iterdir():
             if not process.name.isdigit() or int(process.name) == os.getpid():
                 continue

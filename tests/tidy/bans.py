@@ -11,6 +11,7 @@ BROAD_EXCEPT_ALLOWED: dict[str, str] = {}
 # The only places where a test may sleep.
 SLEEP_ALLOWED: dict[str, str] = {
     "tests/node/conftest.py::eventually": "between two looks at another process, which tells nobody; bounded",
+    "tests/conductor/faults/clients.py::reached": "the same within a loop",
 }
 
 # Host engines call these with keyword arguments that differ from release to release.

@@ -32,6 +32,13 @@ if "has-child" in wishes:
     other = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
     with open(path + ".pids", "a") as pids:
         print(other.pid, file=pids)
+if "shares" in wishes:
+    from multiprocessing.shared_memory import SharedMemory
+    shared = SharedMemory(create=True, size=4096)
+    with open(path + ".shm", "w") as name:
+        name.write(shared.name)
+    if not os.fork():
+        signal.pause()  # it uses the memory as well, and outlives us
 if os.path.exists(path):
     os.unlink(path)
 server = socket.socket(socket.AF_UNIX)

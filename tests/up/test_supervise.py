@@ -133,6 +133,16 @@ def test_an_engine_that_only_starts_is_not_waited_for(start: Start, tmp_path: Pa
     assert run.error is None and run.told[-1].text == "", "others are asked"
 
 
+def test_who_is_killed_leaves_no_shared_memory(start: Start, tmp_path: Path) -> None:
+    run = start(small(tmp_path, "a", "shares"))
+    assert run.ready.wait(20)
+    first = Path("/dev/shm") / (tmp_path / "a.shm").read_text()
+    assert first.exists()
+    os.kill(pids(tmp_path, "a")[0], signal.SIGKILL)
+    eventually(lambda: run.states("a").count("ready") == 2, 20)
+    assert not first.exists()
+
+
 def test_a_second_stop_does_not_wait(start: Start, tmp_path: Path) -> None:
     run = start(small(tmp_path, "a", "stubborn", stop_s=600))
     assert run.ready.wait(20)

@@ -29,7 +29,7 @@ class Worker:
         environment: Mapping[str, str | None],
         listening: tuple[int, ...] = (),
     ) -> None:
-        """Start it. `quotas`, `lifeline` and `listening` are our descriptors, which it inherits. Raises ResourceError."""
+        """Start it; it inherits `quotas`, `lifeline` and `listening`, descriptors of ours. Raises ResourceError."""
         loop = asyncio.get_running_loop()
         self.row, self.fleet = row, fleet
         self.ready: asyncio.Future[bool] = loop.create_future()

@@ -124,7 +124,7 @@ async def connected(port: int, *, window_bytes: int = 0) -> Stream:
     if window_bytes:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window_bytes)
     await asyncio.get_running_loop().sock_connect(link, ("127.0.0.1", port))
-    return Stream(*await asyncio.open_connection(sock=link, limit=64 << 20 if not window_bytes else window_bytes))
+    return Stream(*await asyncio.open_connection(sock=link, limit=window_bytes or 64 << 20))
 
 
 async def begun(port: int, path: str, body: object) -> Stream:

@@ -20,7 +20,6 @@ from tests.conductor.engine import Received
 WITHIN_S = 10.0
 ANSWERED_S = 0.25
 """An answer to a request that is whole comes within this, or the request is not whole."""
-PAGE_BYTES = 4096
 
 TYPED: Mapping[str, tuple[type, ...]] = {
     "model": (str,), "stream": (bool,), "stream_options": (dict,), "cache_salt": (str,), "return_token_ids": (bool,),
@@ -264,8 +263,3 @@ def auc(hits: Sequence[float], misses: Sequence[float]) -> float:
         below += theirs
         at = end
     return wins / (len(hits) * len(misses))
-
-
-def listed(it: Any) -> list[Any]:
-    """A value as a list."""
-    return it if isinstance(it, list) else [it]

@@ -183,7 +183,7 @@ def test_a_key_of_an_instance_is_no_clients_business(fleet: Fleet) -> None:
 def test_long_headers_go_through_or_are_refused(fleet: Fleet, size: int) -> None:
     answers = say(fleet, message(json.dumps(chat("hi")).encode(), more=AUTHORIZED + f"Baggage: {'x' * size}\r\n"), GOOD)
     assert [it.status for it in answers] == [200, 200]
-    assert len(received(fleet)[0].headers["baggage"]) == size
+    assert sorted(len(each.headers.get("baggage", "")) for each in received(fleet)) == [0, size]
     for more in (f"Baggage: {'x' * (16 << 10)}\r\n", "X: y\r\n" * 200):
         answers = say(fleet, message(b"{}", more=AUTHORIZED + more), GOOD)
         assert [it.status for it in answers] == [431]

@@ -24,6 +24,7 @@ from tests.conductor.faults.clients import (
     check_whole,
     gather,
     go_on,
+    reached,
     undisturbed,
 )
 from tests.conductor.running import Answer, Fleet, chat, running
@@ -66,9 +67,8 @@ def asked(path: str, text: str, **more: Any) -> dict[str, Any]:
 
 async def running_at(fleet: Fleet) -> Engine:
     """The only engine that has a request, once there is one."""
-    while not (busy := [it for it in fleet.engines if it.running]):
-        await asyncio.sleep(0.001)
-    (engine,) = busy
+    await reached(lambda: any(it.running for it in fleet.engines), 10, "no engine has a request")
+    (engine,) = [it for it in fleet.engines if it.running]
     return engine
 
 
@@ -199,8 +199,7 @@ def test_fifty_streams_while_one_of_three_dies(fleet: Fleet) -> None:
 
     async def dies() -> None:
         nonlocal lost
-        while sum(it.running for it in fleet.engines) < len(asks):
-            await asyncio.sleep(0.001)
+        await reached(lambda: sum(it.running for it in fleet.engines) >= len(asks), 30, "not all are under way")
         await go_on(gate, len(asks), TOKENS // 3)
         dying = max(fleet.engines, key=lambda it: it.running)
         lost = dying.running

@@ -455,7 +455,13 @@ def test_draining_has_an_end() -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        (b"x", b"a\r\nb: c"), (b"x", b"a\nb"), (b"x", b"a\rb"), (b"x", b"\0"), (b"x: y\r\nz", b"a"), (b"X", b"a"), (b"", b"")
+        (b"x", b"a\r\nb: c"),
+        (b"x", b"a\nb"),
+        (b"x", b"a\rb"),
+        (b"x", b"\0"),
+        (b"x: y\r\nz", b"a"),
+        (b"X", b"a"),
+        (b"", b""),
     ],
     ids=["CRLF", "LF", "CR", "NUL", "name", "upper case", "empty"],
 )  # fmt: skip
