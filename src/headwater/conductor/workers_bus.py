@@ -88,6 +88,7 @@ class WorkersBus:
         if self._received is not None:
             self._received = None
             self._loop.remove_reader(int(self._hears.getsockopt(zmq.FD)))
+            (self._folder / str(self._index)).unlink(missing_ok=True)  # ZMQ leaves it
         if self._again is not None:
             self._again.cancel()
         self._hears.close()

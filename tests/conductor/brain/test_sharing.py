@@ -345,6 +345,7 @@ def test_workers_hear_each_other_whoever_starts_first(tmp_path_factory: pytest.T
 
     run(main)
     assert folder.stat().st_mode & 0o777 == 0o700
+    assert not list(folder.iterdir()), "no socket is left"
 
 
 def test_the_folder_is_ours_alone(tmp_path: Path) -> None:
