@@ -510,6 +510,7 @@ def test_an_engine_is_closed_by_none_of_its_own_threads(make_engine: Callable[..
 
 
 def test_closing_goes_on_after_what_fails(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # what tests before this one have left
     before, threads = descriptors(), set(threading.enumerate())
     one = Engine("one")
     segments = [one.register(SIZE), one.register(SIZE)]
@@ -525,7 +526,7 @@ def test_closing_goes_on_after_what_fails(make_engine: Callable[..., Engine], mo
     one.close()
     del loan
     gc.collect()  # what was raised still knows the memory
-    eventually(lambda: descriptors() == before)
+    eventually(lambda: descriptors() <= before, seen=lambda: (descriptors(), before))
 
 
 def _let_go(engines: list[Engine]) -> None:
