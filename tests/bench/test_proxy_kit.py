@@ -20,7 +20,7 @@ import pytest
 
 from headwater.bench import proxy_client, proxy_origin, proxy_systems
 from headwater.bench.proxy_client import WrongAnswer, body_of, check_stream, events_of
-from headwater.bench.proxy_prompts import Prompts, http_request, ids_of
+from headwater.bench.proxy_prompts import Prompts, http_request
 from headwater.bench.proxy_systems import SPLICE, Place, Running, place, process_cpu_s, tree
 
 MODEL = Path("/no/model")
@@ -59,7 +59,7 @@ def test_prompts_share_prefixes_by_zipfs_law_and_nothing_else() -> None:
 
 def test_ids_are_of_the_vocabulary() -> None:
     for request in Prompts("ids", 3600).requests(5):
-        ids = ids_of(request)
+        ids = body(request)["prompt"]
         assert 500 < len(ids) < 700
         assert 0 <= min(ids) <= max(ids) < 40_000
 

@@ -22,12 +22,11 @@ from pathlib import Path
 
 from headwater.bench.harness import Effort, Experiment, Goal, Reading, Readings, Spec, Suite, Unmeasured, quartiles
 from headwater.bench.proxy_systems import reason
-from headwater.demo.burst import Burst, Request, Result, ask, burst, chats, same_answers, summary
+from headwater.demo.burst import PACE, SLO_COLD, Burst, Result, ask, burst, chats, same_answers, summary, unseen
 from headwater.demo.front import start_conductor
 from headwater.demo.processes import Children, Served, check_model, kv_transfer_config, start_node, start_vllm
 from headwater.errors import UnavailableError
 
-PACE, SLO_COLD = 4.0, 2.0
 ROUNDS_MAX, QUICK_ROUNDS = 3, 1
 WARM_UPS = 2
 CACHE_BLOCKS, BLOCK_TOKENS = 320, 32
@@ -99,22 +98,10 @@ def cold_s(engines: Sequence[Served], shape: Burst) -> float:
     times = []
     for engine in engines:
         for number in range(WARM_UPS + 1):
-            seed = f"{engine.name} {number}"
-            request = unseen(shape, seed)
+            request = unseen(shape, f"{engine.name} {number}")
             found = ask("127.0.0.1", engine.port, request, "model", time.monotonic())
         times.append(found.ttft_s)
     return statistics.fmean(times)
-
-
-def unseen(shape: Burst, seed: str) -> Request:
-    """One chat of a shape whose prefix is nobody else's."""
-    (request,) = chats(replace(shape, families=1, chats=1, seed=hash_of(seed)))
-    return request
-
-
-def hash_of(text: str) -> int:
-    """A number that is the same in every run, unlike Python's own."""
-    return int.from_bytes(text.encode(), "big") + (1 << 64)
 
 
 def play(urls: dict[str, tuple[str, ...]], shape: Burst, rounds: int, slo_s: float, effort: Effort) -> Bursts:

@@ -7,7 +7,6 @@ rest is its own. The same seed makes the same requests.
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,12 +63,6 @@ def http_request(path: str, body: bytes) -> bytes:
         b"POST %b HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\naccept: application/json\r\n"
         b"user-agent: headwater-bench\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
     )
-
-
-def ids_of(request: bytes) -> list[int]:
-    """The prompt's ids in a request made here."""
-    found: list[int] = json.loads(request[request.index(b"\r\n\r\n") + 4 :])["prompt"]
-    return found
 
 
 def _texts(draw: random.Random) -> str:

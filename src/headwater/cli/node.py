@@ -18,6 +18,7 @@ from headwater.metrics.endpoint import Endpoint
 from headwater.node.driver import Node
 from headwater.node.server import Server
 from headwater.places import parse_remote
+from headwater.up.plug_in import transfer_config
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def plug_in(address: str) -> str:
     """What makes a vLLM use this node, to be pasted behind `vllm serve MODEL`."""
-    settings = {
-        "kv_connector": "HeadwaterConnector",
-        "kv_connector_module_path": "headwater.engines.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"node": address},
-    }
-    return f"--kv-transfer-config '{json.dumps(settings, separators=(',', ':'))}'"
+    return f"--kv-transfer-config '{json.dumps(transfer_config(address), separators=(',', ':'))}'"
 
 
 def greeting(config: NodeConfig, endpoint: Endpoint | None) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import stat
 from contextlib import suppress
 from pathlib import Path
 
 import zmq
 
+from headwater.conductor.folder import private_folder
 from headwater.conductor.sharing import MESSAGE_BYTES, Received
 from headwater.errors import ConfigError
 
@@ -27,26 +27,14 @@ PATH_BYTES = 100
 """What the address of a Unix socket can hold, less a little."""
 
 
-def private_folder(path: Path) -> None:
-    """Make the directory of the sockets, or check that it is ours alone. Raises ConfigError."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; it must be a directory of ours") from error
-    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-    if not ours:
-        raise ConfigError(f"{path}: must be a directory of mode 0700, owned by us, and no link to one")
-
-
 class WorkersBus:
-    """See `Bus`. `folder` is made by whoever starts the workers, with `private_folder`."""
+    """See `Bus`. `folder` is made by the first worker that comes, within the parent's own."""
 
     local = True
 
     def __init__(self, folder: Path, index: int, workers: int, loop: asyncio.AbstractEventLoop) -> None:
         """Worker `index` of so many. Raises ConfigError."""
-        private_folder(folder)
+        private_folder(folder, "the workers' bus")
         if not 0 <= index < workers <= WORKERS_MAX or len(os.fsencode(folder)) > PATH_BYTES:
             raise ConfigError(f"{folder}: worker {index} of {workers}: at most {WORKERS_MAX}, and a shorter path")
         self._folder, self._index, self._workers, self._loop = folder, index, workers, loop

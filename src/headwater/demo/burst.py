@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +27,8 @@ from rich.table import Table
 from headwater.errors import UnavailableError
 
 PATIENCE_S = 300.0
+PACE, SLO_COLD = 4.0, 2.0
+"""Usual: arrivals are so many times what one instance could prefill, and the SLO is so many cold prefills."""
 TIERS = ("device", "host", "disk", "remote", "peer")
 _VOCABULARY = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
@@ -91,6 +93,13 @@ def chats(burst: Burst) -> list[Request]:
         requests.append(Request(due_s, family, messages, burst.answer_tokens))
         due_s += draw.expovariate(burst.rate)
     return requests
+
+
+def unseen(shape: Burst, name: str) -> Request:
+    """One chat of a shape whose prefix is nobody else's, and the same in every run."""
+    seed = int.from_bytes(name.encode(), "big") + (1 << 64)
+    (request,) = chats(replace(shape, families=1, chats=1, seed=seed))
+    return request
 
 
 def _prose(draw: random.Random, words: int) -> str:

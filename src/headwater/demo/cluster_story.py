@@ -31,7 +31,6 @@ NOISE = 1.5
 TRIES = 3
 HEAL_S = 10.0
 ANNOUNCED_S = 5.0
-TOPICS = ("oak", "elm", "ash", "yew", "fir", "bay")
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.config import child_environment
-from headwater.demo.burst import Burst, Request, Result, ask, burst, chats, same_answers, summary
+from headwater.demo.burst import PACE, SLO_COLD, Burst, Result, ask, burst, chats, same_answers, summary, unseen
 from headwater.demo.processes import Child, Children, Served, answers_health, free_port
 
 SHAPE = Burst(families=5, chats=4, prefix_tokens=700, answer_tokens=8)
-PACE, SLO_COLD = 4.0, 2.0
-"""Arrivals are so many times what one instance could prefill; the SLO is so many cold prefills."""
 ROUND_ROBIN, CONDUCTOR = "round robin, no shared cache", "the Conductor"
 START_S = 60.0
 
@@ -101,9 +99,8 @@ def play_bursts(servers: Sequence[Served], port: int, begin: Callable[[str], Non
     begin("a burst of chats, round robin without a shared cache")
     cold_s = statistics.fmean(_cold_s(it) for it in servers)
     requests = chats(replace(SHAPE, rate=PACE / cold_s))
-    apart = {"cache_salt": secrets.token_hex(8), "kv_transfer_params": {"headwater.skip": True}}
     urls = [f"http://127.0.0.1:{it.port}" for it in servers]
-    before = burst(requests, urls, more=apart)
+    before = burst(requests, urls, more=_apart())
     begin("the same burst through the Conductor")
     after = burst(requests, [f"http://127.0.0.1:{port}"])
     return Bursts(SLO_COLD * cold_s, {ROUND_ROBIN: before, CONDUCTOR: after})
@@ -111,10 +108,10 @@ def play_bursts(servers: Sequence[Served], port: int, begin: Callable[[str], Non
 
 def _cold_s(server: Served) -> float:
     """How long an instance takes until the first token of such a chat, if it has nothing of it."""
-    (request,) = _unseen(server.name)
-    apart = {"cache_salt": secrets.token_hex(8), "kv_transfer_params": {"headwater.skip": True}}
-    return ask("127.0.0.1", server.port, request, "model", time.monotonic(), apart).ttft_s
+    request = unseen(SHAPE, server.name)
+    return ask("127.0.0.1", server.port, request, "model", time.monotonic(), _apart()).ttft_s
 
 
-def _unseen(name: str) -> list[Request]:
-    return chats(replace(SHAPE, families=1, chats=1, seed=int.from_bytes(name.encode(), "big") + (1 << 32)))
+def _apart() -> dict[str, object]:
+    """What keeps requests out of headwater's cache, and away from all that others have left in the engine's own."""
+    return {"cache_salt": secrets.token_hex(8), "kv_transfer_params": {"headwater.skip": True}}

@@ -21,6 +21,7 @@ from headwater.config import child_environment
 from headwater.errors import ConfigError, UnavailableError
 from headwater.node.client import fetch_status
 from headwater.up.engine import events_config
+from headwater.up.plug_in import transfer_config
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.1
@@ -255,13 +256,10 @@ def start_vllm(
 
 
 def kv_transfer_config(node: str) -> dict[str, object]:
-    """What plugs headwater into vLLM."""
-    return {
-        "kv_connector": "HeadwaterConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"node": node, "chunk_tokens": 128},
-    }
+    """What plugs headwater into vLLM, by the connector's name alone: a plug-in entry point registers it."""
+    config = transfer_config(node) | {"kv_connector_extra_config": {"node": node, "chunk_tokens": 128}}
+    del config["kv_connector_module_path"]
+    return config
 
 
 def cpu_dtype() -> str:

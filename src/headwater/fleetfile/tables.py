@@ -118,11 +118,6 @@ def secretly(read: Callable[[object], Any]) -> Read:
     return at
 
 
-def or_none(read: Read) -> Read:
-    """The same, or nothing."""
-    return lambda value, place: None if value is None else read(value, place)
-
-
 def number(least: float, most: float) -> Callable[[object], float]:
     """A reader of numbers within limits, both included."""
 

@@ -9,6 +9,7 @@ from headwater.errors import ConfigError
 from headwater.fleetfile.model import InstanceSpec
 from headwater.fleetfile.words import flag_name
 from headwater.up.machine import Machine
+from headwater.up.plug_in import transfer_config
 
 EVENTS_KEPT = 100_000
 """Batches that an engine keeps to say them again, and the most that wait to be sent."""
@@ -23,18 +24,6 @@ PARALLEL = {
     "-pp": 1,
 }
 """Flags that multiply the devices of a rank."""
-
-
-def transfer_config(name: str, socket: str) -> dict[str, object]:
-    """What plugs headwater into vLLM, for an instance of a name and a node's socket."""
-    return {
-        "kv_connector": "HeadwaterConnector",
-        "kv_connector_module_path": "headwater.engines.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "engine_id": name,
-        "kv_connector_extra_config": {"node": socket},
-    }
 
 
 def events_config(events: str, replay: str | None) -> dict[str, object]:
@@ -64,7 +53,7 @@ def engine_command(it: InstanceSpec, socket: str | None, machine: Machine, host:
     if not machine.gpus:
         ours.append(("--dtype", "bfloat16" if machine.bfloat16 else "float32"))
     if socket is not None:
-        ours.append(("--kv-transfer-config", _json(transfer_config(it.name, socket))))
+        ours.append(("--kv-transfer-config", _json(transfer_config(socket, it.name))))
     if it.events is not None:
         ours.append(("--kv-events-config", _json(events_config(it.events, it.replay))))
     theirs = {flag_name(flag) for flag in it.flags}

@@ -23,7 +23,7 @@ from headwater.conductor.sharing import (
     Received,
     Sharing,
 )
-from headwater.conductor.workers_bus import WorkersBus, private_folder
+from headwater.conductor.workers_bus import WorkersBus
 from headwater.core.loads import Totals
 from headwater.errors import ConfigError, ProtocolError, RefusedError
 from headwater.places import parse_remote
@@ -354,9 +354,13 @@ def test_the_folder_is_ours_alone(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(shared)
     (tmp_path / "file").touch()
-    for path in (shared, link, tmp_path / "file"):
-        with pytest.raises(ConfigError):
-            private_folder(path)
+    loop = asyncio.new_event_loop()
+    try:
+        for path in (shared, link, tmp_path / "file"):
+            with pytest.raises(ConfigError, match="the workers' bus"):
+                WorkersBus(path, 0, 1, loop)
+    finally:
+        loop.close()
 
 
 @pytest.fixture(scope="module")
