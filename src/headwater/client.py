@@ -26,7 +26,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from headwater.core.hashing import chunk_keys
+from headwater._kernels.keys import chunk_keys
 from headwater.errors import UnavailableError
 from headwater.node.client import open_session
 from headwater.tiers.host import MappedMemory

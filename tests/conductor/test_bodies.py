@@ -74,7 +74,8 @@ def test_nulls_are_as_if_absent() -> None:
 )
 def test_reads_prompts(prompt: Any, text: str | None, ids: list[int] | None) -> None:
     parsed = completion(prompt=prompt)
-    assert (parsed.text, parsed.ids, parsed.media) == (text, ids, False)
+    found = None if parsed.ids is None else list(parsed.ids)
+    assert (parsed.text, found, parsed.media) == (text, ids, False)
 
 
 @pytest.mark.parametrize(

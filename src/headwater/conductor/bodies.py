@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
+from headwater._kernels.keys import exact_ids
 from headwater.conductor.http.exchange import Request
 from headwater.conductor.job import BadRequest, Kind, Parsed
 from headwater.conductor.nesting import check_counts, is_deeper
@@ -31,7 +32,6 @@ SALT_CHARS = 1024
 SESSION_CHARS = 256
 COMPLETION_TOKENS = 16
 """What a completion that does not say gets, in OpenAI's interface and in engines."""
-TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
 INT64 = 1 << 63
 INT32 = 1 << 31
 
@@ -230,11 +230,10 @@ def token_ids(ids: list[Any], most: int) -> Sequence[int]:
     """A prompt's ids: whole numbers of 32 bits, and not booleans."""
     if not ids or len(ids) > most:
         raise BadRequest(f"expected 1 to {most} token ids", "prompt")
-    try:
-        # All in one pass, in a sixth of the time that types, least and greatest take.
-        return msgspec.convert(ids, TokenIds)
-    except msgspec.ValidationError:
-        raise BadRequest("expected token ids: whole numbers from 0 to 4294967295", "prompt") from None
+    found = exact_ids(ids)
+    if found is None:
+        raise BadRequest("expected token ids: whole numbers from 0 to 4294967295", "prompt")
+    return found
 
 
 def read_stream_options(fields: dict[str, Any], *, stream: bool) -> bool:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TypeAlias
 
-from headwater.core.hashing import chain_digests
+from headwater.core.hashing import ChainDigests, chain_digests, keys_of
 from headwater.types import KEY_BYTES, ChunkKey, Media
 
 EngineHash: TypeAlias = int | bytes
@@ -38,10 +38,11 @@ LIMIT = 1 << 20
 class EngineKeys:
     """What an engine's hashes mean; one caller at a time."""
 
-    __slots__ = ("_block_tokens", "_digests", "_lapsed", "_limit", "_root", "forgotten", "unknown")
+    __slots__ = ("_block_tokens", "_chain", "_digests", "_lapsed", "_limit", "_root", "forgotten", "unknown")
 
-    def __init__(self, root: bytes, block_tokens: int, limit: int = LIMIT) -> None:
+    def __init__(self, root: bytes, block_tokens: int, limit: int = LIMIT, chain: ChainDigests = chain_digests) -> None:
         assert block_tokens > 0 and limit > 0, f"block_tokens={block_tokens} limit={limit}"
+        self._chain = chain
         self._root, self._block_tokens, self._limit = root, block_tokens, limit
         self._digests: dict[EngineHash, bytes] = {}
         self._lapsed: list[ChunkKey] = []
@@ -82,7 +83,7 @@ class EngineKeys:
         if digest is None:
             self.unknown += 1
             return None
-        chain = chain_digests(digest, tokens, self._block_tokens, media)
+        chain = self._chain(digest, tokens, self._block_tokens, media)
         if parent is not None:
             self._digests[parent] = self._digests.pop(parent)  # to the end: it is in use
         for name, digest in zip(hashes, chain, strict=True):
@@ -92,13 +93,13 @@ class EngineKeys:
             self._digests[name] = digest
         if len(self._digests) > self._limit:
             self._forget()
-        return [_key(digest) for digest in chain]
+        return keys_of(chain)
 
     def removed(self, hashes: Sequence[EngineHash]) -> list[ChunkKey]:
         """The keys of blocks that are no more, as far as they are known; their hashes mean nothing after."""
         found = [digest for name in hashes if (digest := self._digests.pop(name, None)) is not None]
         self.unknown += len(hashes) - len(found)
-        return [_key(digest) for digest in found]
+        return keys_of(found)
 
     def lapsed(self) -> list[ChunkKey]:
         """The keys whose hashes were forgotten, or given to other blocks, since this was last asked."""

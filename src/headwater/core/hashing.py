@@ -16,11 +16,20 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import cast
+from typing import Protocol, cast
 
 from headwater.types import KEY_BYTES, ChunkKey, Media
 
 TOKEN_BYTES = 4
+DIGEST_BYTES = 32
+
+
+class ChainDigests(Protocol):
+    """`chain_digests`, or the one in C that `_kernels.keys` has, with the same answers."""
+
+    def __call__(
+        self, digest: bytes, tokens: Sequence[int], chunk_tokens: int, media: Sequence[Media] = (), first: int = 0
+    ) -> list[bytes]: ...
 
 
 def media_part(media: Sequence[Media], start: int, end: int) -> bytes:
@@ -45,17 +54,6 @@ def pack(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-def packed_keys(root: bytes, packed: bytes, chunk_tokens: int) -> list[ChunkKey]:
-    """The keys of all whole chunks of a token sequence without media, packed once for all sizes of chunks."""
-    step, digest = chunk_tokens * TOKEN_BYTES, root
-    keys: list[bytes] = []
-    for start in range(0, len(packed) // step * step, step):
-        # One call with both parts is faster than two; ChunkKey(...) would be another.
-        digest = sha256(digest + packed[start : start + step]).digest()
-        keys.append(digest[:KEY_BYTES])
-    return cast("list[ChunkKey]", keys)
-
-
 def chain_digests(
     digest: bytes, tokens: Sequence[int], chunk_tokens: int, media: Sequence[Media] = (), first: int = 0
 ) -> list[bytes]:
@@ -64,26 +62,33 @@ def chain_digests(
 
     Raises OverflowError for a token id outside [0, 2**32).
     """
-    view, step = memoryview(pack(tokens)), chunk_tokens * TOKEN_BYTES
+    packed, step = pack(tokens), chunk_tokens * TOKEN_BYTES
     digests = []
-    for index in range(len(tokens) // chunk_tokens):
-        state = sha256(digest)
-        state.update(view[index * step : (index + 1) * step])
+    for at in range(0, len(packed) // step * step, step):
+        message = digest + packed[at : at + step]
         if media:
-            start = (first + index) * chunk_tokens
-            state.update(media_part(media, start, start + chunk_tokens))
-        digest = state.digest()
+            start = first * chunk_tokens + at // TOKEN_BYTES
+            message += media_part(media, start, start + chunk_tokens)
+        digest = sha256(message).digest()
         digests.append(digest)
     return digests
+
+
+def keys_of(digests: Sequence[bytes]) -> list[ChunkKey]:
+    """The keys that begin these digests; ChunkKey(...) would be a call for each."""
+    return cast("list[ChunkKey]", [digest[:KEY_BYTES] for digest in digests])
 
 
 class KeyChain:
     """The ChunkKeys of one growing token sequence; extending it costs only the new chunks."""
 
-    __slots__ = ("_chunk_tokens", "_digest", "_media", "keys")
+    __slots__ = ("_chain", "_chunk_tokens", "_digest", "_media", "keys")
 
-    def __init__(self, root: bytes, chunk_tokens: int, media: Sequence[Media] = ()) -> None:
+    def __init__(
+        self, root: bytes, chunk_tokens: int, media: Sequence[Media] = (), chain: ChainDigests = chain_digests
+    ) -> None:
         assert chunk_tokens > 0, f"chunk_tokens={chunk_tokens}"
+        self._chain = chain
         self._digest = root
         self._chunk_tokens = chunk_tokens
         self._media = tuple(media)
@@ -103,15 +108,11 @@ class KeyChain:
         first, count = len(self.keys), len(tokens) // size
         if count <= first:
             return
-        digests = chain_digests(self._digest, tokens[first * size : count * size], size, self._media, first)
-        self.keys += [ChunkKey(digest[:KEY_BYTES]) for digest in digests]
+        digests = self._chain(self._digest, tokens[first * size : count * size], size, self._media, first)
+        self.keys += keys_of(digests)
         self._digest = digests[-1]
 
 
 def chunk_keys(root: bytes, tokens: Sequence[int], chunk_tokens: int, media: Sequence[Media] = ()) -> list[ChunkKey]:
     """The keys of all whole chunks of a token sequence."""
-    if not media:
-        return packed_keys(root, pack(tokens), chunk_tokens)
-    chain = KeyChain(root, chunk_tokens, media)
-    chain.extend(tokens)
-    return chain.keys
+    return keys_of(chain_digests(root, tokens, chunk_tokens, media))

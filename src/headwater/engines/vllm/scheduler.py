@@ -27,6 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headwater._kernels.keys import chain_digests
 from headwater.config import EngineConfig
 from headwater.core.cost import PrefillSpeed
 from headwater.core.hashing import KeyChain
@@ -493,7 +494,7 @@ class SchedulerSide:
         if adapter is None:
             return None
         root = self._root(adapter, getattr(request, "cache_salt", None) or "")
-        it = Tracked(request, KeyChain(root, self._layout.chunk_tokens, media))
+        it = Tracked(request, KeyChain(root, self._layout.chunk_tokens, media, chain_digests))
         self._tracked[request.request_id] = it
         return it
 

@@ -1,0 +1,9 @@
+from collections.abc import Sequence
+
+ISAS: tuple[str, ...]
+
+def chain(
+    first: bytes, tokens: Sequence[int], chunk_tokens: int, kept_bytes: int, isa: str | None = None, /
+) -> list[bytes] | None: ...
+def exact(ids: list[object], /) -> bytes | None: ...
+def sha256(message: bytes, isa: str | None = None, /) -> bytes: ...
