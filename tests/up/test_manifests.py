@@ -10,7 +10,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from headwater.errors import ConfigError
-from headwater.fleetfile.model import FleetFile
+from headwater.fleetfile.model import FleetFile, MembersSpec
 from headwater.fleetfile.read import read_fleet
 from headwater.fleetfile.resolve import resolve
 from headwater.up.compose import compose
@@ -21,6 +21,7 @@ from tests.fleetfile.files import DIGEST, LEAST, WHOLE, written
 from tests.up.schemas import COMPOSE, KUBERNETES
 
 CANARY = "hf_canary"
+URL = "redis://kv:6379"
 KINDS = {kind: Draft202012Validator(schema) for kind, schema in KUBERNETES.items()}
 COMPOSED = Draft202012Validator(COMPOSE)
 CLUSTER = WHOLE.replace("directory: valkey", "directory: ${KV_URL}").replace("node: far, ", "node: near, ")
@@ -126,6 +127,64 @@ def test_the_conductors_own_file_is_the_same_fleet(tmp_path: Path) -> None:
         assert [getattr(new, it) for it in seen] == [getattr(old, it) for it in seen]
 
 
+def conductors_own(folder: Path, found: list[dict[str, Any]]) -> FleetFile:
+    """Its file, as it reads it in its pod."""
+    text = of_kind(found, "ConfigMap")["blue-fleet"]["data"]["fleet.yaml"]
+    assert "/etc/headwater/private/" in text
+    for name in ("secret", "control-token", "node-token", "ca.pem", "cert.pem", "cert.key"):
+        (folder / name).write_text("c0ffee" * 8)
+        (folder / name).chmod(0o600)
+    return read_fleet(written(folder, text.replace("/etc/headwater/private", str(folder))), look_up={"KV_URL": URL}.get)
+
+
+def test_the_conductor_watches_the_nodes_that_the_directory_lists(tmp_path: Path) -> None:
+    found = objects(kubernetes(kept(tmp_path, CLUSTER), Images(), ON_GPUS))
+    own = conductors_own(tmp_path, found)
+    assert own.nodes == () and own.directory == URL
+    assert own.conductor.members == MembersSpec(token_file=str(tmp_path / "node-token"))
+    nodes = {it.name: it.node for it in own.instances}
+    assert nodes["chat-0"] == "near" and nodes["alone"] is None
+    variables = of_kind(found, "Deployment")["blue-near"]["spec"]["template"]["spec"]["containers"][0]["env"]
+    named = {it["name"]: it.get("value") for it in variables}
+    assert named["HEADWATER_NODE_NAME"] == "near" and named["HEADWATER_NODE_CLUSTER"] == own.cluster
+    # Who may come in at the pods of nodes.
+    policy = of_kind(found, "NetworkPolicy")["blue-engines"]["spec"]
+    peers = [it["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for it in policy["ingress"][0]["from"]]
+    assert "conductor" in peers
+
+
+def test_the_conductor_of_nodes_with_certificates_has_one(tmp_path: Path) -> None:
+    tls = ", tls_cert: /c/near.pem, tls_key: /c/near.key, tls_ca: /c/ca.pem"
+    text = CLUSTER.replace("host_memory: 1GiB", f"host_memory: 1GiB{tls}")
+    with pytest.raises(ConfigError, match=r"conductor\.members: nodes have certificates"):
+        kubernetes(kept(tmp_path, text), Images(), ON_GPUS)
+    members = "members: {name: front, tls_cert: /c/cert.pem, tls_key: /c/cert.key, tls_ca: /c/ca.pem}"
+    fleet = kept(tmp_path, text.replace("  tls: off", f"  tls: off\n  {members}"))
+    own = conductors_own(tmp_path, objects(kubernetes(fleet, Images(), ON_GPUS)))
+    names = [str(tmp_path / it) for it in ("cert.pem", "cert.key", "ca.pem")]
+    assert own.conductor.members == MembersSpec("front", None, *names)
+    assert {"cert.pem", "cert.key", "ca.pem", "near.pem"} < set(secrets_of(fleet)[0])
+
+
+def test_nodes_that_are_no_cluster_stay_in_their_pods(tmp_path: Path) -> None:
+    text = CLUSTER.replace("directory: ${KV_URL}", "")
+    found = objects(kubernetes(kept(tmp_path, text), Images(), ON_GPUS))
+    tree = yaml.safe_load(of_kind(found, "ConfigMap")["blue-fleet"]["data"]["fleet.yaml"])
+    assert "members" not in tree["conductor"]
+    assert [it["name"] for it in tree["nodes"]] == ["near", "far"]
+
+
+def test_compose_carries_what_the_conductor_proves_itself_with(tmp_path: Path) -> None:
+    text = CLUSTER.replace("  tls: off", "  tls: off\n  members: {token_file: /etc/hw/token}")
+    files = compose(kept(tmp_path, text), Images(), ON_CPUS)
+    tree = yaml.safe_load(files["compose.yaml"])
+    assert {"source": "token", "target": "/etc/headwater/private/token"} in tree["services"]["conductor"]["secrets"]
+    assert tree["secrets"]["token"] == {"file": "./secrets/token"}
+    own = yaml.safe_load(files["fleet.yaml"])
+    assert own["conductor"]["members"] == {"token_file": "/etc/headwater/private/token"}
+    assert [it["name"] for it in own["nodes"]] == ["near", "far"]  # by their sockets: it is on their host
+
+
 def test_the_secret_that_is_to_be_made_has_all_that_is_referred_to(tmp_path: Path) -> None:
     fleet = kept(tmp_path, DISKS)
     files, variables = secrets_of(fleet)
@@ -140,6 +199,9 @@ def test_the_secret_that_is_to_be_made_has_all_that_is_referred_to(tmp_path: Pat
     assert {"name": "HEADWATER_NODE_DISK", "value": f"/var/lib/headwater/kv:{4 << 30}"} in node["env"]
     assert {"name": "disk", "mountPath": "/var/lib/headwater"} in node["volumeMounts"]
     assert keys == set(files) == {"control-token", "keys", "node-token", "secret"}
+    conductor = of_kind(found, "Deployment")["blue-conductor"]["spec"]["template"]["spec"]["volumes"]
+    mounted = next(it["secret"]["items"] for it in conductor if "secret" in it)
+    assert [it["key"] for it in mounted] == ["control-token", "node-token", "secret"]
     named = {
         each["valueFrom"]["secretKeyRef"]["key"]
         for it in of_kind(found, "Deployment").values()
@@ -185,6 +247,29 @@ def test_compose_knows_variables_from_text(tmp_path: Path) -> None:
     gpus = compose(kept(tmp_path, LEAST), Images(), Machine(gpus=("3",)))
     device = yaml.safe_load(gpus["compose.yaml"])["services"]["chat"]["deploy"]["resources"]["reservations"]["devices"]
     assert device[0]["device_ids"] == ["3"]
+
+
+def test_engines_api_keys_are_only_referred_to(tmp_path: Path) -> None:
+    theirs = """  - {name: keyed, url: "http://10.0.0.5:8000", api_key: "${THEIR_KEY}"}
+  - {name: others, url: "http://10.0.0.6:8000", api_key_file: /etc/keys/key}
+  - {name: guarded, environment: {VLLM_API_KEY: "${OWN_KEY}"}}
+conductor:"""
+    fleet = kept(tmp_path, CLUSTER.replace("conductor:", theirs, 1))
+    files, variables = secrets_of(fleet)
+    assert {"api-key-others"} <= set(files) and {"THEIR_KEY", "OWN_KEY"} <= set(variables)
+    for made in (kubernetes(fleet, Images(), ON_GPUS), compose(fleet, Images(), ON_CPUS)):
+        found = next(it for it in made.values() if "THEIR_KEY}" in it)
+        assert "/etc/headwater/private/api-key-others" in found and "/etc/keys" not in "".join(made.values())
+    pods = of_kind(objects(kubernetes(fleet, Images(), ON_GPUS)), "Deployment")["blue-conductor"]["spec"]["template"]
+    env = {it["name"]: it for it in pods["spec"]["containers"][0]["env"]}
+    for name in ("THEIR_KEY", "OWN_KEY"):
+        assert env[name]["valueFrom"]["secretKeyRef"] == {"name": "blue-secrets", "key": name}
+    own = of_kind(objects(kubernetes(fleet, Images(), ON_GPUS)), "ConfigMap")["blue-fleet"]["data"]["fleet.yaml"]
+    keys = {it["name"]: it.get("api_key") for it in yaml.safe_load(own)["instances"]}
+    assert (keys["keyed"], keys["guarded"], keys["others"]) == ("${THEIR_KEY}", "${OWN_KEY}", None)
+    tree = yaml.safe_load(compose(fleet, Images(), ON_CPUS)["compose.yaml"])
+    assert tree["services"]["conductor"]["environment"]["THEIR_KEY"] == "${THEIR_KEY:?}"
+    assert "api-key-others" in {it["source"] for it in tree["services"]["conductor"]["secrets"]}
 
 
 def test_no_manifest_has_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from typing import cast
 
 from headwater.conductor.counts import Counts
 from headwater.conductor.resp_messages import Replies, Reply
@@ -163,8 +164,8 @@ class _Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
-        assert isinstance(transport, asyncio.Transport), f"{transport!r} carries no stream"
-        self._transport = transport
+        # A stream's; uvloop's are of no class of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""

@@ -24,6 +24,7 @@ from headwater.core.fetch import Answer
 from headwater.core.spread import SpreadEviction
 from headwater.errors import ProtocolError, RefusedError
 from headwater.node.cluster import Cluster, default_name
+from headwater.node.conductors import TOPIC, Conductors
 from headwater.node.errands import Errands
 from headwater.node.messages import (
     ADDRESSES_MAX,
@@ -163,13 +164,14 @@ class Node:
         self._verbs |= self.objects.verbs
         self.tiering.on_changes = self.objects.heard
         self.wishes = Wishes(self.cache, self.tiering, self._spaces)
+        self.watching = Watching(self.cache, self.tiering, self._instances, self.cluster)
+        self.conductors = Conductors(self.watching, self.errands, self.wish)
         if self.cluster is not None:
             try:
                 self._join(self.cluster)
             except BaseException:
                 self.close()
                 raise
-        self.watching = Watching(self.cache, self.tiering, self._instances, self.cluster)
         self._watch()
         if config.prefault:
             self._prefault.start()
@@ -212,6 +214,7 @@ class Node:
         late = self.cache.expire(now)
         self.objects.sweep(now)
         self.tiering.tick(now)
+        self.conductors.tick(now)
         if self.cluster is not None:
             self.cluster.tick(now)
         return late
@@ -386,6 +389,7 @@ class Node:
     def _join(self, cluster: Cluster) -> None:
         exports = cluster.serve(self.cache, self.tiering, self.memory, self._spaces)
         exports.topics["pull"] = cluster.orders.told_pull
+        exports.topics[TOPIC] = self.conductors.told
         cluster.orders.adopt = self._adopt
         cluster.orders.spaces = self._spaces
         exports.topics |= self.objects.join(cluster.tier, self.errands)

@@ -290,6 +290,20 @@ class Registration(msgspec.Struct, array_like=True, gc=False):
     kv_bytes_per_token: int
 
 
+class Letter(msgspec.Struct, array_like=True, gc=False):
+    """What a Conductor of another host says to a node, as a peer's message about `conductor`: a Watch or a Prefetch,
+    whose answer is the body of the same reply as on a Unix socket.
+
+    `session` is drawn by who watches, for as long as its connection lasts. What comes first never changes: by it
+    versions that do not fit find out that they do not.
+    """
+
+    protocol: int
+    version: str
+    session: bytes
+    request: msgspec.Raw
+
+
 class Moves(msgspec.Struct, array_like=True, gc=False):
     """Chunks that a tier has stored or removed: packed keys. Each tier's key is in one answer once at most."""
 
@@ -479,6 +493,11 @@ def encode(message: Message) -> bytes:
     """A message as one frame."""
     body = _encoder.encode(message)
     return _header.pack(len(body)) + body
+
+
+def body_of(message: Message) -> bytes:
+    """A message without its length, for where something else frames it."""
+    return _encoder.encode(message)
 
 
 def body_bytes(header: bytes | bytearray | memoryview) -> int:

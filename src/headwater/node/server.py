@@ -29,6 +29,7 @@ import msgspec
 
 from headwater.errors import ProtocolError, RefusedError
 from headwater.node.address import Listener, peer_user
+from headwater.node.conductors import Remote
 from headwater.node.driver import SPACES_MAX, SPACES_SHOWN, Node
 from headwater.node.latency import Latency
 from headwater.node.messages import (
@@ -337,6 +338,9 @@ class Server:
         if not len(self.node.watching):
             return
         for watcher, answer in list(self.node.watching.answers(now)):
+            if isinstance(watcher, Remote):
+                self.node.conductors.tell(watcher, answer, now)
+                continue
             assert isinstance(watcher, Session)
             try:
                 self._send(watcher, answer)

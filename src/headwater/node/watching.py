@@ -31,9 +31,10 @@ from headwater.node.object_format import MODEL
 from headwater.node.tiering import Tiering
 from headwater.types import Announced, Changed, ChunkKey, Removed, Stored, Tier, chunk_name, split_name
 
-WATCHERS_MAX = 32
-"""A Conductor has one for each of its worker processes."""
+WATCHERS_MAX = 128
+"""A Conductor has one for each of its workers, also old ones that drain; those of other hosts linger for seconds."""
 HOLD_S, FIGURES_S = 1.0, 3.0
+NUMBER_MASK = 0xFFFFFFFF
 STEP_ROWS = 2048
 STEPS_A_TURN = 8
 INSTANCES_BYTES_MAX = FRAME_BYTES_MAX // 2
@@ -90,14 +91,17 @@ class Watching:
     def ask(self, session: Hashable, request: Watch, now: float) -> None:
         """A session wants to be told; raises RefusedError if there are too many, ProtocolError if it waits already."""
         it = self._watchers.get(session)
+        is_new = it is None
         if it is None:
             if len(self._watchers) >= WATCHERS_MAX:
                 raise RefusedError("watchers", f"at most {WATCHERS_MAX}", "one more", "let fewer Conductors watch")
             it = self._watchers[session] = Watcher(Announcing(self._inventory, QUEUE_LIMIT, TIERS))
+            # Whoever was forgotten meanwhile, and goes on asking, is to see another number.
+            it.number = request.number & NUMBER_MASK
         if it.waits:
             raise ProtocolError("a Watch while one waits to be answered")
         it.waits, it.until_s = True, now + HOLD_S
-        if not it.number or (request.number, request.serial) != (it.number, it.serial):
+        if is_new or (request.number, request.serial) != (it.number, it.serial):
             self._begin(it)
         elif it.sent is not None:
             it.announcing.acknowledged(it.sent)

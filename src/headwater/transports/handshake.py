@@ -26,6 +26,7 @@ from headwater.errors import ProtocolError, RefusedError, UnavailableError
 from headwater.transports.credentials import Credentials, certified_names, speaks_for
 from headwater.transports.stream import Stream
 from headwater.transports.wire import (
+    HANDSHAKE,
     MAGIC,
     MOST_GREETING,
     NEWEST,
@@ -40,6 +41,8 @@ from headwater.types import Member
 
 NONCE_BYTES = 32
 MOST_WORD = 256
+ALERT = b"\x15\x03"
+"""What TLS says to plain text begins so."""
 GREETING_S = 2.0
 """How long somebody may be connected without having proven who it is."""
 
@@ -99,7 +102,11 @@ def introduce(
         _check_certificate(stream, peer.name)
         _introduce(stream, me, peer, cluster, credentials, until_s, transport)
     except ProtocolError as error:
+        stream.shut()
         raise UnavailableError(str(error)) from None
+    except RefusedError:
+        stream.shut()
+        raise
     except UnavailableError:
         if stream.alert:
             remedy = "compare tls_cert and tls_ca of both nodes, and the certificate's last day"
@@ -110,26 +117,50 @@ def introduce(
 def _introduce(
     stream: Stream, me: Member, peer: Member, cluster: str, credentials: Credentials, until_s: float, transport: str
 ) -> None:
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    hello = encode_message(Hello(cluster, OLDEST, NEWEST, me.name, me.epoch, peer.name, peer.epoch, nonce, transport))
-    stream.say(Kind.HELLO, hello, until_s)
-    if stream.peek(2, until_s)[:2] == b"\x15\x03":
+    words = Introduction(me, peer, cluster, credentials, transport)
+    stream.say(Kind.HELLO, words.hello, until_s)
+    if stream.peek(len(ALERT), until_s)[: len(ALERT)] == ALERT:
         stream.shut()
-        raise RefusedError("tls", "TLS", "plain text", "set tls_cert, tls_key and tls_ca as on the other nodes")
-    answer = _due(stream, Kind.CHALLENGE, until_s)
-    challenge = decode_with(_challenge, answer)
-    if not OLDEST <= challenge.protocol <= NEWEST or len(challenge.nonce) != NONCE_BYTES:
-        raise stream.nonsense(f"a challenge of protocol {challenge.protocol}")
-    transcript = _transcript(hello, answer)
-    token = credentials.tokens[0] if credentials.tokens else b""
-    mine = _prove(token, b"asker", transcript)
-    stream.say(Kind.PROOF, encode_message(Proof(mine)), until_s)
-    theirs = decode_with(_proof, _due(stream, Kind.WELCOME, until_s)).proof
-    if not hmac.compare_digest(theirs, _prove(token, b"asked", transcript + mine)):
-        stream.shut()
-        given = "none" if not theirs else "another"
-        raise RefusedError("token", "a proof that the peer has our token", given, "compare token_file of both nodes")
-    stream.agree(challenge.protocol, _seed(token, transcript))
+        raise not_encrypted()
+    stream.say(Kind.PROOF, words.prove(_due(stream, Kind.CHALLENGE, until_s)), until_s)
+    words.believe(_due(stream, Kind.WELCOME, until_s))
+    stream.agree(words.protocol, words.seed)
+
+
+class Introduction:
+    """What the asker says, and believes, over whatever connection: HELLO's body, then PROOF's for a CHALLENGE, and
+    whether to believe a WELCOME; then what all later frames are of. Each once, in this order."""
+
+    def __init__(self, me: Member, peer: Member, cluster: str, credentials: Credentials, transport: str) -> None:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        whom = peer.name, peer.epoch
+        self.hello = encode_message(Hello(cluster, OLDEST, NEWEST, me.name, me.epoch, *whom, nonce, transport))
+        self.protocol, self.seed = HANDSHAKE, 0
+        self._token = credentials.tokens[0] if credentials.tokens else b""
+        self._transcript = self._proof = b""
+
+    def prove(self, answer: bytes) -> bytes:
+        """The body of PROOF. Raises ProtocolError."""
+        challenge = decode_with(_challenge, answer)
+        if not OLDEST <= challenge.protocol <= NEWEST or len(challenge.nonce) != NONCE_BYTES:
+            raise ProtocolError(f"a challenge of protocol {challenge.protocol}")
+        self.protocol, self._transcript = challenge.protocol, _transcript(self.hello, answer)
+        self._proof = _prove(self._token, b"asker", self._transcript)
+        return encode_message(Proof(self._proof))
+
+    def believe(self, welcome: bytes) -> None:
+        """Raises RefusedError if the other side has not proven that it has our token; ProtocolError."""
+        theirs = decode_with(_proof, welcome).proof
+        if not hmac.compare_digest(theirs, _prove(self._token, b"asked", self._transcript + self._proof)):
+            given = "none" if not theirs else "another"
+            remedy = "compare token_file of both nodes"
+            raise RefusedError("token", "a proof that the peer has our token", given, remedy)
+        self.seed = _seed(self._token, self._transcript)
+
+
+def not_encrypted() -> RefusedError:
+    """What to raise for an ALERT: who was asked speaks TLS, and we do not."""
+    return RefusedError("tls", "TLS", "plain text", "set tls_cert, tls_key and tls_ca as on the other nodes")
 
 
 def _due(stream: Stream, kind: Kind, until_s: float) -> bytes:
@@ -215,9 +246,14 @@ def _seed(token: bytes, transcript: bytes) -> int:
 
 
 def _check_certificate(stream: Stream, name: str) -> None:
-    """With TLS, the verified certificate of the other side must be for the member that it is taken for."""
     if isinstance(stream.socket, ssl.SSLSocket):
-        names = certified_names(stream.socket.getpeercert())
-        if not speaks_for(names, name):
-            given = ", ".join(sorted(names)) or "no name"
-            raise RefusedError("tls", f"a certificate for {name}", given, "issue one with the node's name in it")
+        check_certified(stream.socket.getpeercert(), name)
+
+
+def check_certified(certificate: object, name: str) -> None:
+    """With TLS, the verified certificate of the other side must be for the member that it is taken for; raises
+    RefusedError."""
+    names = certified_names(certificate)
+    if not speaks_for(names, name):
+        given = ", ".join(sorted(names)) or "no name"
+        raise RefusedError("tls", f"a certificate for {name}", given, "issue one with the node's name in it")

@@ -27,12 +27,12 @@ from headwater.up.manifests import (
     Images,
     conductor_file,
     conductor_secrets,
+    conductor_variables,
     groups,
     model_folder,
     node_disk,
     node_memory,
     node_settings,
-    placeholders,
     to_yaml,
 )
 from headwater.up.plan import CONDUCTOR_GRACE_S, DIRECTORY_MEMORY, ENGINE_READY_S, ENGINE_STOP_S, NODE_TIERS_S
@@ -185,7 +185,7 @@ def _engine(
 
 def _conductor(fleet: FleetFile, images: Images, folders: list[str], names: list[str]) -> Service:
     spec = fleet.conductor
-    named = placeholders([fleet.directory or ""])
+    named = conductor_variables(fleet)
     command = ["headwater", "conductor", f"{FLEET}/fleet.yaml", "--runtime-dir", f"{RUN}/conductor"]
     environment = {name: f"${{{name}}}" for name in named}
     service = _common(images.headwater, command, environment, spec.times.drain_s + 2 * CONDUCTOR_GRACE_S)

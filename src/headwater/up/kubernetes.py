@@ -5,7 +5,8 @@ Deployment CLUSTER-NODE     one pod: a node and the engines that share its memor
                             host namespace, no privilege. Engines without a node are pods of their own.
 Service CLUSTER-NODE        where the Conductor finds those engines and their events, ready or not: it asks itself
 Deployment, Service CLUSTER-conductor
-ConfigMap CLUSTER-fleet     the Conductor's own file, in which every instance has a URL
+ConfigMap CLUSTER-fleet     the Conductor's own file, in which every instance has a URL. With a directory it names no
+                            node: the Conductor watches those that are listed there, with their token
 NetworkPolicy CLUSTER-...   engines have no keys of their own: only the Conductor reaches them, and nodes each other
 Secret CLUSTER-secrets      is not written, only referred to
 """
@@ -17,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from headwater.config import variable
 from headwater.errors import ConfigError
-from headwater.fleetfile.model import FleetFile, InstanceSpec
+from headwater.fleetfile.model import FleetFile, InstanceSpec, MembersSpec
 from headwater.fleetfile.read import VALKEY
 from headwater.fleetfile.resolve import resolve
 from headwater.places import parse_disk
@@ -43,6 +44,7 @@ from headwater.up.manifests import (
     Images,
     conductor_file,
     conductor_secrets,
+    conductor_variables,
     groups,
     model_folder,
     node_disk,
@@ -67,9 +69,9 @@ def kubernetes(fleet: FleetFile, images: Images, machine: Machine) -> dict[str, 
     """Files by name. `fleet` as it was read without its secrets; `machine` is ON_GPUS or ON_CPUS. Raises ConfigError
     for what only works on one host."""
     _check(fleet)
-    whole = resolve(fleet, Path(RUN))
+    whole = _clustered(resolve(fleet, Path(RUN)))
     found: dict[str, list[Object]] = {}
-    reachable = whole
+    reachable = whole if whole.conductor.members is None else replace(whole, nodes=())
     for group in groups(fleet, whole):
         reachable = _reachable(reachable, group)
         found[f"{group.name}.yaml"] = [_pods(whole, group, images, machine), *_service(whole, group)]
@@ -83,9 +85,9 @@ def kubernetes(fleet: FleetFile, images: Images, machine: Machine) -> dict[str, 
 
 def secrets_of(fleet: FleetFile) -> tuple[list[str], list[str]]:
     """What CLUSTER-secrets has to hold: files, and variables."""
-    whole = resolve(fleet, Path(RUN))
+    whole = _clustered(resolve(fleet, Path(RUN)))
     files = set(conductor_secrets(fleet, control=True))
-    texts = [fleet.directory or ""]
+    texts = [f"${{{name}}}" for name in conductor_variables(fleet)]
     for group in groups(fleet, whole):
         if group.node is not None:
             files |= set(_node_files(whole, group)[1])
@@ -103,6 +105,20 @@ def _check(fleet: FleetFile) -> None:
     sockets = {it.name for it in fleet.nodes if it.socket}
     if odd := [name for name, node in given if node in sockets]:
         raise ConfigError(f"instances: {odd[0]}: its node is one that runs already, which a pod cannot reach")
+
+
+def _clustered(fleet: FleetFile) -> FleetFile:
+    """The same fleet, whose Conductor is a guest of the nodes' cluster if they are one: their sockets are in their
+    pods. Raises ConfigError if only the file's author knows how."""
+    given = fleet.conductor.members
+    if fleet.directory is None or not fleet.nodes or given is not None:
+        return fleet
+    settings = [it.settings for it in fleet.nodes]
+    if any("tls_cert" in it for it in settings):
+        raise ConfigError("conductor.members: nodes have certificates; name the Conductor's own there")
+    token = next((it["token_file"] for it in settings if "token_file" in it), TOKEN)
+    members = MembersSpec(token_file=f"{PRIVATE}/{PurePosixPath(token).name}")
+    return replace(fleet, conductor=replace(fleet.conductor, members=members))
 
 
 def _reachable(fleet: FleetFile, group: Group) -> FleetFile:
@@ -219,7 +235,7 @@ def _engine_container(fleet: FleetFile, it: InstanceSpec, images: Images, machin
 def _conductor(fleet: FleetFile, images: Images) -> Object:
     spec = fleet.conductor
     files = conductor_secrets(fleet, control=True)
-    named = {name: f"${{{name}}}" for name in placeholders([fleet.directory or ""])}
+    named = {name: f"${{{name}}}" for name in conductor_variables(fleet)}
     command = ["headwater", "conductor", f"{FLEET}/fleet.yaml", "--runtime-dir", f"{RUN}/conductor"]
     container = container_of("conductor", images.headwater, command, environment_of(fleet, named))
     port, control = int(split_address(spec.listen)[1]), int(split_address(CONTROL)[1])

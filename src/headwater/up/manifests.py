@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from headwater.config import SETTINGS
-from headwater.fleetfile.model import FleetFile, InstanceSpec, NodeSpec
+from headwater.fleetfile.model import FleetFile, InstanceSpec, MembersSpec, NodeSpec
 from headwater.fleetfile.secrets import PLACEHOLDER
 from headwater.fleetfile.write import as_tree
 from headwater.places import parse_disk
@@ -80,8 +80,13 @@ def conductor_file(fleet: FleetFile, *, control: str | None = None, listen: str 
         control_token_file=f"{PRIVATE}/{CONTROL_TOKEN}" if control or spec.control_token_file else None,
         tls_certificate=f"{PRIVATE}/{TLS_CERTIFICATE}" if has_tls else None,
         tls_key=f"{PRIVATE}/{TLS_KEY}" if has_tls else None,
+        members=None if spec.members is None else _in_container(spec.members),
     )
-    return to_yaml(as_tree(replace(fleet, conductor=spec), f"{PRIVATE}/{SECRET}"))
+    instances = tuple(
+        it if it.api_key_file is None else replace(it, api_key_file=f"{PRIVATE}/{key_name(it)}")
+        for it in fleet.instances
+    )
+    return to_yaml(as_tree(replace(fleet, conductor=spec, instances=instances), f"{PRIVATE}/{SECRET}"))
 
 
 def conductor_secrets(fleet: FleetFile, *, control: bool) -> list[str]:
@@ -89,7 +94,33 @@ def conductor_secrets(fleet: FleetFile, *, control: bool) -> list[str]:
     found = [SECRET]
     if control or fleet.conductor.control_token_file is not None:
         found.append(CONTROL_TOKEN)
-    return found + ([TLS_CERTIFICATE, TLS_KEY] if fleet.conductor.tls_certificate is not None else [])
+    if fleet.conductor.tls_certificate is not None:
+        found += [TLS_CERTIFICATE, TLS_KEY]
+    if (members := fleet.conductor.members) is not None:
+        found += [PurePosixPath(path).name for path in _files(members).values()]
+    found += [key_name(it) for it in fleet.instances if it.api_key_file is not None]
+    return sorted(set(found))
+
+
+def conductor_variables(fleet: FleetFile) -> list[str]:
+    """The variables that the Conductor's own file names."""
+    keys = [it.api_key or it.environment.get("VLLM_API_KEY", "") for it in fleet.instances if it.api_key_file is None]
+    return placeholders([fleet.directory or "", *keys])
+
+
+def key_name(it: InstanceSpec) -> str:
+    """What the file with an instance's API key is called among the secrets: each its own."""
+    return f"api-key-{it.name}"
+
+
+def _files(members: MembersSpec) -> dict[str, str]:
+    """What the Conductor proves itself with to nodes, by settings."""
+    given = {name: getattr(members, name) for name in ("token_file", "tls_cert", "tls_key", "tls_ca")}
+    return {name: path for name, path in given.items() if path is not None}
+
+
+def _in_container(members: MembersSpec) -> MembersSpec:
+    return replace(members, **{name: f"{PRIVATE}/{PurePosixPath(path).name}" for name, path in _files(members).items()})
 
 
 def node_settings(fleet: FleetFile, node: NodeSpec) -> tuple[dict[str, str], list[str]]:

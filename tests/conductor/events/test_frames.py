@@ -9,8 +9,9 @@ from headwater.conductor.events import frames
 from headwater.conductor.events.namespaces import Base, Roots
 from headwater.core.hashing import chunk_keys
 from headwater.errors import ProtocolError
-from headwater.node import messages
+from headwater.node import conductors, messages
 from headwater.types import Namespace
+from headwater.version import VERSION
 
 RECORD = Namespace("m", "bf16", "cpu", "g", tenant="t")
 PAIRS = {
@@ -35,6 +36,14 @@ def test_both_sides_mean_the_same(name: str) -> None:
     ours = msgspec.msgpack.decode(messages.encode(theirs)[4:], type=getattr(frames, name))
     assert frames.encode(ours) == messages.encode(theirs)
     assert ours.__struct_fields__ == theirs.__struct_fields__
+
+
+def test_letters_are_read_as_they_are_written() -> None:
+    letter = msgspec.msgpack.decode(frames.encode_letter(b"session", frames.Watch(3, 4)), type=messages.Letter)
+    assert (letter.protocol, letter.version, letter.session) == (messages.PROTOCOL, VERSION, b"session")
+    assert bytes(letter.request) == messages.body_of(PAIRS["Watch"])
+    assert messages.Letter.__struct_fields__ == frames.Letter.__struct_fields__
+    assert frames.TOPIC == conductors.TOPIC and frames.SESSION_BYTES <= conductors.MOST_SESSION_BYTES
 
 
 def test_limits_and_versions_agree() -> None:

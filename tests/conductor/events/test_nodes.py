@@ -14,6 +14,7 @@ import pytest
 import uvloop
 
 from headwater.conductor.events import frames, nodes
+from headwater.conductor.events.lines import by_socket
 from headwater.conductor.events.nodes import NodeWatch
 from headwater.conductor.events.sources import BYTES_S, HOST_BYTES_S, HOST_LATENCY_S, LATENCY_S, Sources
 from headwater.conductor.sight import REMOTE, Sight
@@ -213,7 +214,7 @@ def test_what_a_node_says_wrongly_costs_its_watch_alone(
     async def main() -> None:
         sight = sighted()
         server = await asyncio.start_unix_server(liar, path)
-        watch = NodeWatch(0, f"unix:{path}", sight, lambda *_: None)
+        watch = NodeWatch(0, by_socket(f"unix:{path}"), sight, lambda *_: None)
         watch.start()
         await eventually(lambda: greeted >= 4)  # it came again
         assert not watch.is_up
@@ -286,7 +287,7 @@ def test_a_listening_socket_that_nobody_serves_is_given_up(tmp_path: Path, monke
         with socket.socket(socket.AF_UNIX) as deaf:
             deaf.bind(path)
             deaf.listen()
-            watch = NodeWatch(0, f"unix:{path}", sighted(), lambda *_: None)
+            watch = NodeWatch(0, by_socket(f"unix:{path}"), sighted(), lambda *_: None)
             watch.start()
             await eventually(lambda: watch.trouble)
             await watch.close()

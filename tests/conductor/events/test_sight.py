@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import replace
 
 import msgspec
@@ -12,7 +13,8 @@ from headwater.conductor.events.batches import Batch, read_batch
 from headwater.conductor.events.device import CAPACITY_TOKENS
 from headwater.conductor.events.hottest import Hottest
 from headwater.conductor.events.namespaces import RECORDS_MAX, Base, Registration
-from headwater.conductor.sight import PROMPTS_KEPT, TOKENS_KEPT, Sight
+from headwater.conductor.events.recent import PROMPTS_KEPT, TOKENS_KEPT
+from headwater.conductor.sight import Sight
 from headwater.core.hashing import chunk_keys
 from headwater.fleet import Place
 from headwater.fleetfile.model import InstanceSpec
@@ -462,23 +464,25 @@ def test_short_prompts_are_held_by_nobody() -> None:
 def test_the_same_ids_are_not_hashed_twice_and_what_is_kept_is_bounded() -> None:
     sight = Sight(["n0"])
     sight.joined(0, spec())
-    first = sight.lenses("m", "", IDS)
-    assert sight.lenses("m", "", IDS) is first
-    assert sight.lenses("m", "s", IDS) is not first
-    assert list(sight.lenses("m", "", list(IDS))) == list(first)
+    ids = array("I", IDS)
+    first = sight.lenses("m", "", ids)
+    assert sight.lenses("m", "", ids) is first
+    assert sight.lenses("m", "s", ids) is not first
+    assert list(sight.lenses("m", "", array("I", ids))) == list(sight.lenses("m", "", IDS)) == list(first)
+    assert len(sight._recent) == 2, "a list is one request's own"
     sight.registered(0, [registration()])
-    assert len(sight.lenses("m", "", IDS)) == 2
+    assert len(sight.lenses("m", "", ids)) == 2
     for _ in range(PROMPTS_KEPT * 2):
-        sight.lenses("m", "", list(IDS))
-    assert len(sight._prompts) == PROMPTS_KEPT
-    large = range(TOKENS_KEPT // 16)
+        sight.lenses("m", "", array("I", ids))
+    assert len(sight._recent) == PROMPTS_KEPT
+    large = array("I", range(TOKENS_KEPT // 16))
     for number in range(40):
         sight.lenses("m", "", large[number:])
-    assert len(sight._prompts) == 16
-    assert sight._kept_tokens == sum(len(it.ids) for it in sight._prompts.values()) <= TOKENS_KEPT
-    huge = range(TOKENS_KEPT // 16 + 1)
+    assert len(sight._recent) == 16
+    assert sight._recent.tokens == sum(len(it.ids) for it in sight._recent._prompts.values()) <= TOKENS_KEPT
+    huge = array("I", range(TOKENS_KEPT // 16 + 1))
     sight.lenses("m", "", huge)
-    assert id(huge) not in sight._prompts
+    assert id(huge) not in sight._recent._prompts
 
 
 def test_state_tells_of_the_hottest_without_whole_keys() -> None:

@@ -27,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from headwater._kernels.keys import chain_digests
 from headwater.conductor.events.batches import Batch, Cleared, Event, Stored
 from headwater.core.engine_keys import EngineHash, EngineKeys
 from headwater.core.prefix import PrefixIndex
@@ -152,12 +153,12 @@ class Device:
         """A prompt with these keys was sent there."""
         expected = self._expected
         held = self._index.find(keys).get(self.place, 0)
-        counts, new = expected.get, len(keys) - held
+        counts, to_end, new = expected.get, expected.move_to_end, len(keys) - held
         for at, key in enumerate(reversed(keys)):
             count = counts(key)
             if count is not None:
                 expected[key] = count + 1
-                expected.move_to_end(key)
+                to_end(key)
             elif at < new:
                 expected[key] = 1
         if new:
@@ -188,7 +189,7 @@ class Device:
     # ---- inside -----------------------------------------------------------------------------------------
 
     def _empty(self) -> EngineKeys:
-        return EngineKeys(self._root(""), self.block_tokens)
+        return EngineKeys(self._root(""), self.block_tokens, chain=chain_digests)
 
     def _heard(self, rank: int, event: Event) -> None:
         if isinstance(event, Cleared):

@@ -1,7 +1,8 @@
 """What a Conductor and a node say to each other: its side of the few messages of `node.messages` that it needs.
 
 The two packages are on one floor and import nothing of each other; a test holds the two sides together. A frame is a
-4-byte little-endian length and a msgpack array whose first element is the message's tag.
+4-byte little-endian length and a msgpack array whose first element is the message's tag. To nodes of other hosts, which
+listen for peers, a message goes in a letter on the topic TOPIC, and the answer has no length of its own.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import msgspec
 
 from headwater.errors import ProtocolError
 from headwater.types import Namespace
+from headwater.version import VERSION
 
 PROTOCOL = 2
 FRAME_BYTES_MAX = 4 << 20
 HEADER_BYTES = 4
+TOPIC = "conductor"
+SESSION_BYTES = 8
 
 
 class Message(msgspec.Struct, array_like=True, gc=False):
@@ -71,6 +75,15 @@ class Watch(Message, tag=31):
     serial: int = 0
 
 
+class Letter(msgspec.Struct, array_like=True, gc=False):
+    """A message to a node of another host. `session` is drawn for each connection."""
+
+    protocol: int
+    version: str
+    session: bytes
+    request: msgspec.Raw
+
+
 class Registered(msgspec.Struct, array_like=True, gc=False):
     """An instance's namespace."""
 
@@ -120,6 +133,11 @@ def encode(message: Message) -> bytes:
     """A message as one frame."""
     body = _encoder.encode(message)
     return _header.pack(len(body)) + body
+
+
+def encode_letter(session: bytes, message: Message) -> bytes:
+    """A message as a letter."""
+    return _encoder.encode(Letter(PROTOCOL, VERSION, session, msgspec.Raw(_encoder.encode(message))))
 
 
 def body_bytes(header: bytes) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from headwater.core.hashing import packed_keys
+from headwater._kernels.keys import chunk_keys
 from headwater.types import Namespace
 
 ROOTS_MAX = 4096
@@ -66,9 +66,9 @@ class Roots:
             found = self._roots[base.root, salt] = replace(base.record, adapter="", salt=salt).root()
         return found
 
-    def keys(self, way: Way, salt: str, packed: bytes) -> Sequence[bytes]:
-        """The keys of a prompt, of packed ids."""
-        return packed_keys(self.root(way.base, salt), packed, way.tokens)
+    def keys(self, way: Way, salt: str, ids: Sequence[int]) -> Sequence[bytes]:
+        """The keys of a prompt. Raises OverflowError or TypeError for what is no token id."""
+        return chunk_keys(self.root(way.base, salt), ids, way.tokens)
 
 
 def own_base(model: str) -> Base:

@@ -1,8 +1,8 @@
 """A watch over one node: what its tiers hold, which engines are registered with it, how fast it is.
 
-Theory of operation. One task for each node, in the worker's loop:
+Theory of operation. One task for each node, in the worker's loop; `lines` says how a node is reached:
 
-    connect ─► Hello ─► Welcome ─► Watch ─► Watched ─► told ─► Watch ...
+    connect ─► who is there? ─► Watch ─► Watched ─► told ─► Watch ...
        ▲                                                │
        └── pause, 0.1 to 5 s ◄── any failure, silence ◄─┘   forgotten: HOST and DISK of this node
 
@@ -16,35 +16,20 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from headwater.conductor.events.frames import (
-    HEADER_BYTES,
-    PROTOCOL,
-    Figure,
-    Hello,
-    Message,
-    Refused,
-    Registered,
-    Reply,
-    Watch,
-    Watched,
-    Welcome,
-    body_bytes,
-    decode,
-    encode,
-)
+from headwater.conductor.events.frames import Figure, Registered, Watch, Watched
+from headwater.conductor.events.lines import Dial, Line, expect
 from headwater.conductor.events.namespaces import Base, Registration
-from headwater.errors import HeadwaterError, ProtocolError, RefusedError
+from headwater.errors import HeadwaterError, ProtocolError
+from headwater.transports.server import printable
 from headwater.types import ChunkKey, Tier, split_keys
-from headwater.version import VERSION
 
 log = logging.getLogger(__name__)
 
 CONNECT_S, SILENT_S = 1.0, 5.0
 PAUSE_S, PAUSE_S_MAX = 0.1, 5.0
 ROOT_BYTES = 32
-T = TypeVar("T", Welcome, Watched)
 
 
 class Listener(Protocol):
@@ -67,9 +52,8 @@ Figures = Callable[[int, str, tuple[Figure, ...]], None]
 class NodeWatch:
     """One node's watch. `start` and `close` are called in the running loop."""
 
-    def __init__(self, number: int, address: str, listener: Listener, figures: Figures) -> None:
-        """`address` is unix:/path."""
-        self.number, self._path = number, address.removeprefix("unix:")
+    def __init__(self, number: int, dial: Dial, listener: Listener, figures: Figures) -> None:
+        self.number, self._dial = number, dial
         self._listener, self._figures = listener, figures
         self._task: asyncio.Task[None] | None = None
         self.is_up = False
@@ -84,10 +68,18 @@ class NodeWatch:
         """Watch from now on."""
         self._task = asyncio.get_running_loop().create_task(self._watch(), name=f"watch-node-{self.number}")
 
-    async def close(self) -> None:
-        """End it."""
+    def end(self) -> None:
+        """Tell nothing more; what it has told is forgotten."""
         if self._task is not None:
             self._task.cancel()
+        if self.is_up:
+            self.is_up = False
+            self._listener.node_forgotten(self.number)
+
+    async def close(self) -> None:
+        """End it, and wait until nothing is left of it."""
+        self.end()
+        if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
@@ -112,28 +104,28 @@ class NodeWatch:
                 self.losses += 1
                 self._listener.node_forgotten(self.number)
             if trouble != self.trouble:
-                log.info("node %d: %s", self.number, trouble)
+                log.warning("node %d: %s", self.number, trouble)
             self.trouble = trouble
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(pause_s * 2, PAUSE_S_MAX)
 
     async def _once(self) -> str:
         """One connection, to its end; why it ended."""
-        writer: asyncio.StreamWriter | None = None
+        line: Line | None = None
         try:
             async with asyncio.timeout(CONNECT_S):
-                reader, writer = await asyncio.open_unix_connection(self._path)
-                await greet(reader, writer)
+                line = await self._dial()
             self._told = (0, 0)
             while True:
                 async with asyncio.timeout(SILENT_S):
-                    reply = await ask(reader, writer, Watch(*self._told))
-                self._heard(_of(Watched, reply))
-        except (OSError, EOFError, HeadwaterError, TimeoutError) as error:
-            return str(error) or type(error).__name__
+                    reply = await line.ask(Watch(*self._told))
+                self._heard(expect(Watched, reply))
+        except (OSError, HeadwaterError) as error:
+            # What a stranger says may be in it.
+            return printable(str(error)) or type(error).__name__
         finally:
-            if writer is not None:
-                writer.close()
+            if line is not None:
+                line.close()
 
     def _heard(self, it: Watched) -> None:
         listener = self._listener
@@ -149,29 +141,6 @@ class NodeWatch:
             listener.node_changed(self.number, _tier(move.tier), _keys(move.stored), _keys(move.removed))
         if it.figures is not None:
             self._figures(self.number, it.node, it.figures)
-
-
-async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Begin a session with a node. Raises RefusedError, ProtocolError, OSError, EOFError."""
-    me = f"conductor.{random.randbytes(8).hex()}"
-    _of(Welcome, await ask(reader, writer, Hello(PROTOCOL, VERSION, me, maps=False)))
-
-
-async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Message) -> Reply:
-    """One question and its answer. Raises as `greet` does."""
-    writer.write(encode(message))
-    await writer.drain()
-    size = body_bytes(await reader.readexactly(HEADER_BYTES))
-    return decode(await reader.readexactly(size))
-
-
-def _of(kind: type[T], reply: Reply) -> T:
-    """A reply of the kind that was asked for; raises RefusedError or ProtocolError."""
-    if isinstance(reply, Refused):
-        raise RefusedError(reply.field, reply.expected, reply.given, reply.remedy)
-    if not isinstance(reply, kind):
-        raise ProtocolError(f"{type(reply).__name__} where {kind.__name__} was expected")
-    return reply
 
 
 def _registration(it: Registered) -> Registration:

@@ -9,12 +9,12 @@ import asyncio
 import math
 from collections.abc import Sequence
 from functools import partial
-from itertools import permutations
 
 import zmq
 
 from headwater.conductor.events.device import Device
 from headwater.conductor.events.frames import Figure
+from headwater.conductor.events.lines import Dial, by_socket
 from headwater.conductor.events.nodes import NodeWatch
 from headwater.conductor.events.vllm import Subscription, rank_endpoint
 from headwater.conductor.sight import REMOTE, Sight
@@ -37,7 +37,7 @@ class Sources:
 
     def __init__(self, sight: Sight, nodes: Sequence[tuple[str, str]], *, are_joined: bool = False) -> None:
         """`are_joined`: the nodes are of one cluster. Then each is taken to reach the others until it tells how fast,
-        which it cannot before it has, and those of other hosts never do."""
+        which it cannot before it has."""
         self.links: dict[tuple[Place, int], Link] = {}
         """For `Fleet.links`: kept current in place."""
         self._sight = sight
@@ -45,22 +45,62 @@ class Sources:
         self._subscriptions: dict[int, list[Subscription]] = {}
         self._names: dict[str, int] = {}
         """Nodes' numbers by their names in the cluster."""
-        self._watches = [
-            NodeWatch(number, address, sight, self._measured) for number, (_, address) in enumerate(nodes) if address
-        ]
-        for number in range(len(nodes)):
-            self.links[Place(Tier.HOST, number), number] = Link(HOST_LATENCY_S, HOST_BYTES_S)
-        self._are_joined = are_joined and len(nodes) <= JOINED_MAX
-        if self._are_joined:
-            for source, target in permutations(range(len(nodes)), 2):
-                self.links[Place(Tier.HOST, source), target] = Link(LATENCY_S, BYTES_S)
+        self._watches: dict[int, NodeWatch] = {}
+        self._there: set[int] = set()
+        """Nodes of the fleet, by number; and those of them that the directory lists."""
+        self._members: set[int] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+        self._are_joined = are_joined
         sight.on_again = self._again
-        for name, watch in zip([name for name, address in nodes if address], self._watches, strict=True):
-            sight.sources[f"node:{name}"] = watch.state
-            watch.start()
+        for number, (name, address) in enumerate(nodes):
+            self._node(number, name, by_socket(address) if address else None)
 
     def __repr__(self) -> str:
         return f"Sources({len(self._subscriptions)} instances, {len(self._watches)} nodes)"
+
+    def member_joined(self, number: int, name: str, dial: Dial) -> None:
+        """A node of the cluster, of this name in it, is watched from now on."""
+        self._members.add(number)
+        self._names.setdefault(name, number)
+        self._node(number, name, dial)
+
+    def member_left(self, number: int, name: str) -> None:
+        """It is not any more; nothing that it has told is true."""
+        watch = self._watches.pop(number, None)
+        if watch is not None:
+            self._sight.sources.pop(f"node:{name}", None)
+            watch.end()  # at once: the same number may be watched anew in a moment
+            task = asyncio.get_running_loop().create_task(watch.close())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+        self._there.discard(number)
+        self._members.discard(number)
+        self._names = {known: it for known, it in self._names.items() if it != number}
+        for key in [it for it in self.links if it[1] == number or it[0] == Place(Tier.HOST, number)]:
+            del self.links[key]
+
+    def _node(self, number: int, name: str, dial: Dial | None) -> None:
+        """A node is of the fleet from now on, and is watched if we know how to reach it."""
+        self.links[Place(Tier.HOST, number), number] = Link(HOST_LATENCY_S, HOST_BYTES_S)
+        if self._are_joined and len(self._there) < JOINED_MAX:
+            for other in self._there - {number}:
+                for source, target in ((number, other), (other, number)):
+                    self.links.setdefault((Place(Tier.HOST, source), target), Link(LATENCY_S, BYTES_S))
+        self._there.add(number)
+        if dial is not None:
+            watch = self._watches[number] = NodeWatch(number, dial, self._sight, self._measured)
+            self._sight.sources[f"node:{name}"] = watch.state
+            watch.start()
+
+    def tells(self, member: str) -> bool:
+        """Whether a node that is watched by its socket has said that it is this member."""
+        number = self._names.get(member)
+        return number is not None and number not in self._members
+
+    def is_up(self, number: int) -> bool:
+        """Whether a node tells us what it holds."""
+        watch = self._watches.get(number)
+        return watch is not None and watch.is_up
 
     def add(self, number: int, spec: InstanceSpec) -> Device:
         """An instance is there; with events if it publishes any. Raises ValueError for an endpoint that is none."""
@@ -98,7 +138,7 @@ class Sources:
         """End everything."""
         for number in list(self._subscriptions):
             self.remove(number)
-        await asyncio.gather(*(it.close() for it in self._watches))
+        await asyncio.gather(*(it.close() for it in self._watches.values()), *self._ending)
         self._context.term()
 
     def _subscribe(self, number: int, spec: InstanceSpec, device: Device, rank: int) -> None:
@@ -119,7 +159,9 @@ class Sources:
 
     def _measured(self, node: int, name: str, figures: tuple[Figure, ...]) -> None:
         """A node has told how fast it reads what."""
-        if name:
+        if name and node in self._members:
+            self._names.setdefault(name, node)
+        elif name:
             self._names[name] = node
         best: dict[Place, Link] = {}
         for it in figures:
