@@ -58,6 +58,8 @@ class Script:
     """Writes are of so many bytes at most."""
     huge_bytes: int = 0
     """So much more text in the first token's event."""
+    large_bytes: int = 0
+    """So many more bytes in each token's event, which cost no time."""
     gate: Gate | None = None
     """Each token waits for it."""
     token_s: float = 0.0
@@ -430,6 +432,8 @@ class _Link(asyncio.Protocol):
         step = split or len(data) or 1
         for at in range(0, len(data), step):
             await self._writable.wait()
+            if self.transport.is_closing():  # its task is ended by `connection_lost`, which has no turn while we write
+                await asyncio.get_running_loop().create_future()
             self.transport.write(data[at : at + step])
             if split:
                 await asyncio.sleep(0)
@@ -485,10 +489,10 @@ class _Answer:
                 if self.script.huge_bytes and not total:
                     text += "x" * self.script.huge_bytes
                 total += len(ids)
-                yield (
-                    len(ids),
-                    self._event(self._step(index, ids, text, finish, stop, logprobs, first=total == len(ids))),
-                )
+                event = self._event(self._step(index, ids, text, finish, stop, logprobs, first=total == len(ids)))
+                if more := self.script.large_bytes:
+                    event = b'data: {"more":"%b",%b' % (b"x" * more, event.removeprefix(b"data: {"))
+                yield len(ids), event
         if self.with_usage:
             event = {**self.head, "choices": [], "usage": self._usage(total, cached)}
             yield 0, b"data: " + _dump(event) + b"\n\n"

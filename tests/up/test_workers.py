@@ -33,7 +33,9 @@ TENANTS = "tenants:\n  - {{name: {0}, keys: [{1}]}}\n"
 class Front:
     """A parent that runs."""
 
-    def __init__(self, folder: Path, workers: int, wish: str = "", drain_s: float = 5.0) -> None:
+    def __init__(
+        self, folder: Path, workers: int, wish: str = "", drain_s: float = 5.0, roll_s: float = 3600.0
+    ) -> None:
         self.folder, self.port = folder, free_port()
         self.control = free_port()
         self.run = folder / "run"
@@ -41,7 +43,7 @@ class Front:
         self._head = (
             "model: m\ninstances: [{name: far, url: 'http://127.0.0.1:9', events: off}]\nsecret_file: secret\n"
             f"conductor: {{listen: '127.0.0.1:{self.port}', control: '127.0.0.1:{self.control}', workers: {workers},"
-            f" times: {{drain_s: {drain_s}}}}}\n"
+            f" times: {{drain_s: {drain_s}, roll_s: {roll_s}}}}}\n"
         )
         secret = folder / "secret"
         secret.write_text("f" * 32)
@@ -87,6 +89,11 @@ class Front:
         """Rows of workers that run, by pid."""
         return {pid: row for pid, row in self.marks("up").items() if lives(pid)}
 
+    def roll(self, times: int) -> None:
+        """SIGHUP, and wait until it was done for so many times in all."""
+        self.process.send_signal(signal.SIGHUP)
+        eventually(lambda: self.said().count("the file was read again") == times, 15, self.said)
+
     def end(self) -> int:
         """SIGTERM; its exit code."""
         self.process.send_signal(signal.SIGTERM)
@@ -110,8 +117,8 @@ Make = Callable[..., Front]
 def front(tmp_path: Path) -> Iterator[Make]:
     made: list[Front] = []
 
-    def make(workers: int = 2, wish: str = "", drain_s: float = 5.0) -> Front:
-        made.append(Front(tmp_path, workers, wish, drain_s))
+    def make(workers: int = 2, wish: str = "", **times: float) -> Front:
+        made.append(Front(tmp_path, workers, wish, **times))
         return made[-1]
 
     yield make
@@ -123,7 +130,7 @@ def test_workers_share_a_port_and_drain(front: Make) -> None:
     it = front(2)
     it.serving()
     workers = it.alive()
-    assert sorted(workers.values()) == [0, 2]
+    assert sorted(workers.values()) == [0, 4]
     assert it.ask()["tenants"] == ["blue"]
     assert it.end() == 0, it.said()
     assert not it.alive() and it.marks("drained").keys() == workers.keys()
@@ -137,7 +144,7 @@ def test_a_worker_that_dies_is_replaced_and_the_others_go_on(front: Make) -> Non
     victim = next(pid for pid, row in before.items() if row == 0)
     os.kill(victim, signal.SIGKILL)
     eventually(lambda: len(it.alive()) == 2 and victim not in it.alive(), 15, it.said)
-    assert set(before) - {victim} < set(it.alive()) and sorted(it.alive().values()) == [0, 2]
+    assert set(before) - {victim} < set(it.alive()) and sorted(it.alive().values()) == [0, 4]
     newcomer: dict[str, Any] = {}
     eventually(lambda: newcomer.update(it.ask()) or newcomer.get("pid") not in (None, *before), 15)
     # What the dead one had in progress is not counted any more.
@@ -155,13 +162,13 @@ def test_new_tenants_come_by_new_workers(front: Make) -> None:
     eventually(lambda: "2 workers replaced" in it.said(), 15, it.said)
     eventually(lambda: not set(before) & set(it.alive()), 15, it.said)
     assert it.marks("drained").keys() == before.keys()  # they ended in order
-    assert sorted(it.alive().values()) == [1, 3]  # the other rows of the page of quotas
+    assert sorted(it.alive().values()) == [1, 5]  # other rows of the page of quotas
     told = it.ask()
     assert (told["tenants"], told["secret"]) == (["green"], secret)
     # and again: the first rows are free by now
     it.write("red", DIGEST)
     it.process.send_signal(signal.SIGHUP)
-    eventually(lambda: sorted(it.alive().values()) == [0, 2], 15, it.said)
+    eventually(lambda: sorted(it.alive().values()) == [0, 4], 15, it.said)
     assert it.end() == 0, it.said()
 
 
@@ -188,14 +195,104 @@ def test_a_file_that_cannot_be_used_changes_nothing(front: Make, tenant: str, di
     assert it.end() == 0
 
 
-def test_who_was_told_to_drain_is_not_replaced(front: Make) -> None:
-    it = front(1)
+def test_those_that_were_replaced_drain_on_until_there_is_no_row_for_another(front: Make) -> None:
+    it = front(1, wish="lingers")
     it.serving()
-    worker = next(iter(it.alive()))
+    came: list[int] = []
+    for times in range(1, 4):
+        came += set(it.alive()) - set(came)
+        it.roll(times)
+    assert len(it.alive()) == 4 and "has to end now" not in it.said()
+    assert sorted(it.alive().values()) == [0, 1, 2, 3] and not it.marks("drained")
+    it.roll(4)
+    assert came[0] not in it.alive() and set(came[1:]) < set(it.alive())  # whoever has drained longest
+    assert it.marks("drained").keys() == {came[0]} and sorted(it.alive().values()) == [0, 1, 2, 3]
+    assert it.said().count("has to end now") == 1
+    # One that dies meanwhile gives back its row, and is not replaced.
+    os.kill(came[1], signal.SIGKILL)
+    eventually(lambda: f"(pid {came[1]}) ended with code -9 while it drained" in it.said(), 15, it.said)
+    it.roll(5)
+    assert it.said().count("has to end now") == 1 and len(it.alive()) == 4
+    assert "another one starts" not in it.said()
+    left = it.alive()
+    assert it.end() == 0, it.said()  # which all of them hear
+    assert not it.alive() and it.marks("drained").keys() == {came[0], *left}
+    assert "killed" not in it.said()
+
+
+def test_a_worker_that_dies_is_replaced_while_an_older_one_drains(front: Make) -> None:
+    it = front(1, wish="lingers")
+    it.serving()
+    (old,) = it.alive()
+    it.roll(1)
+    (new,) = set(it.alive()) - {old}
+    os.kill(new, signal.SIGKILL)
+    eventually(lambda: len(it.alive()) == 2 and new not in it.alive(), 15, it.said)
+    assert old in it.alive()
+    assert it.end() == 0, it.said()
+
+
+def test_a_worker_that_dies_while_its_successor_starts_is_no_trouble(front: Make) -> None:
+    it = front(1, wish="slow")
+    it.serving()
+    (old,) = it.alive()
+    it.process.send_signal(signal.SIGHUP)
+    eventually(lambda: len(it.alive()) == 2, 15, it.said)
+    os.kill(old, signal.SIGKILL)
+    eventually(lambda: "the file was read again" in it.said(), 15, it.said)
+    (new,) = it.alive()
+    os.kill(new, signal.SIGKILL)  # it is looked after as any other
+    eventually(lambda: it.alive() and new not in it.alive(), 15, it.said)
+    assert it.end() == 0, it.said()
+
+
+def test_who_drains_for_too_long_is_killed(front: Make) -> None:
+    it = front(1, wish="stubborn", drain_s=0.1, roll_s=0.1)
+    it.serving()
+    (old,) = it.alive()
+    it.roll(1)
+    eventually(lambda: old not in it.alive(), 15, it.said)
+    assert f"worker with pid {old} did not end in time and was killed" in it.said()
+    it.process.send_signal(signal.SIGTERM)
+    eventually(lambda: socket_is_gone(it.control), 15, it.said)
+    it.process.send_signal(signal.SIGTERM)
+    assert it.process.wait(3) == 0
+
+
+def test_told_to_end_during_a_roll(front: Make) -> None:
+    it = front(2, wish="lingers")
+    it.serving()
+    it.roll(1)
+    it.process.send_signal(signal.SIGHUP)
+    eventually(lambda: len(it.alive()) == 5, 15, it.said)  # it is under way
+    assert it.end() == 0, it.said()
+    assert not it.alive()
+
+
+def test_told_to_drain_during_a_roll(front: Make) -> None:
+    it = front(2, wish="slow")
+    it.serving()
+    before = it.alive()
+    it.process.send_signal(signal.SIGHUP)
+    eventually(lambda: len(it.alive()) == 3, 15, it.said)
+    ask_to_drain(it)
+    eventually(lambda: "none is started any more" in it.said(), 15, it.said)
+    eventually(lambda: it.alive() == before, 15, it.said)
+    assert it.end() == 0
+
+
+def ask_to_drain(it: Front) -> None:
     asked = b"POST /drain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
     with socket.create_connection(("127.0.0.1", it.control), 5) as link:
         link.sendall(asked)
         assert b" 202 " in link.makefile("rb").readline()
+
+
+def test_who_was_told_to_drain_is_not_replaced(front: Make) -> None:
+    it = front(1)
+    it.serving()
+    worker = next(iter(it.alive()))
+    ask_to_drain(it)
     it.process.send_signal(signal.SIGHUP)
     eventually(lambda: "none is started any more" in it.said(), 15, it.said)
     os.kill(worker, signal.SIGKILL)

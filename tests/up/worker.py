@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from headwater.conductor.quota_page import Quota, QuotaPage
-from headwater.conductor.starting import read_start, say_ready
+from headwater.conductor.starting import REPLACED, read_start, say_ready
 from headwater.values import split_address
 
 WISH = "WORKER_WISH"
@@ -30,6 +30,7 @@ def main() -> None:
     has_room = page.enter(f"one-of-{start.row}", Quota(concurrency=1), time.monotonic()) is None
     terminated, told = os.pipe()
     signal.signal(signal.SIGTERM, lambda *_: None if wish == "stubborn" else os.write(told, b"\0") and None)
+    signal.signal(REPLACED, lambda *_: None if wish in ("stubborn", "lingers") else os.write(told, b"\0") and None)
     host, port = split_address(start.fleet.conductor.listen)
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -37,6 +38,8 @@ def main() -> None:
     server.listen()
     marks = Path(start.directory)
     (marks / f"up-{start.row}-{os.getpid()}").touch()
+    if wish == "slow":
+        select.select([start.lifeline], [], [], 1.0)
     if wish != "mute":
         say_ready(start)
     while True:

@@ -30,7 +30,7 @@ examples:
 
 Instances without a `url`, and nodes without a `socket`, are looked for where `headwater up` starts them. SIGHUP reads
 the file again: tenants, keys, instances and limits are replaced by a rolling restart of the workers, and no stream is
-cut that ends within conductor.times.drain_s. The first SIGTERM or Ctrl-C drains as long, the second ends at once.
+cut that ends within conductor.times.roll_s. The first SIGTERM or Ctrl-C drains for drain_s, the second ends at once.
 """
 
 

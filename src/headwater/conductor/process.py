@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headwater.conductor.starting import READY, Start, write_start
+from headwater.conductor.starting import READY, REPLACED, Start, write_start
 from headwater.config import child_environment
 from headwater.errors import ResourceError
 from headwater.fleetfile.model import FleetFile
@@ -68,8 +68,12 @@ class Worker:
         return self._process.pid
 
     def drain(self) -> None:
-        """Have it end in order."""
+        """Have it end in order, within its `drain_s`."""
         self._send(signal.SIGTERM)
+
+    def replaced(self) -> None:
+        """Have it end in order, within its `roll_s`. It has to be ready."""
+        self._send(REPLACED)
 
     def kill(self) -> None:
         """End it at once."""

@@ -4,9 +4,10 @@ Theory of operation. `serve` starts the control API (so that probes are answered
 when they take requests. Then it waits:
 
     SIGHUP            the file is read again; what can be used without a restart goes to new workers, which replace the
-                      old ones one after the other (`Crew.roll`). A file that cannot be used changes nothing.
+                      old ones one after the other (`Crew.roll`); these drain, within `roll_s`. A file that cannot be
+                      used changes nothing.
     POST /drain       workers take no more requests, and none is started any more
-    SIGTERM, SIGINT   all drain, within `drain_s`; then this process ends
+    SIGTERM, SIGINT   all drain, within `drain_s`, those that drain already as well; then this process ends
     a second one      all end at once
 """
 
@@ -16,13 +17,13 @@ import asyncio
 import logging
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from headwater.conductor.starting import GRACE_S
+from headwater.conductor.first import first
 from headwater.conductor.workers import Crew, Watching
 from headwater.errors import ConfigError, ResourceError, UnavailableError
 from headwater.fleetfile.model import ConductorSpec, FleetFile
@@ -85,12 +86,12 @@ async def serve(
             stack.callback(loop.remove_signal_handler, number)
         loop.add_signal_handler(signal.SIGHUP, hung_up.set)
         stack.callback(loop.remove_signal_handler, signal.SIGHUP)
-        if await _first(crew.start(), ending.first.wait()):
+        if await first(crew.start(), ending.first.wait()):
             ready()
             reloading = asyncio.create_task(_reload(crew, hung_up, read_again))
-            await _first(ending.first.wait(), reloading, _broken(crew))
+            await first(ending.first.wait(), reloading, _broken(crew))
         control.draining()
-        await crew.stop(fleet.conductor.times.drain_s + GRACE_S)
+        await crew.stop()
 
 
 class _Ending:
@@ -103,20 +104,6 @@ class _Ending:
         if self.first.is_set():
             kill()
         self.first.set()
-
-
-async def _first(*waits: Awaitable[object]) -> bool:
-    """Wait for the first of these, end the others, raise what it raised; whether it was the first in the list."""
-    tasks = [asyncio.ensure_future(it) for it in waits]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
-    return tasks[0] in done
 
 
 async def _broken(crew: Crew) -> None:

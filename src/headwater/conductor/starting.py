@@ -5,10 +5,11 @@
                                                       Listens on `listening`, which its parent has bound, and for its
                                                       parent at `directory`/worker-ROW.sock
     waits READY_S                                 ◄── `say_ready`: one line, `ready`, on the descriptor `ready`
-    SIGTERM                                       ──► takes no more connections, ends its streams within `drain_s`,
+    REPLACED (a signal)                           ──► takes no more connections, ends its streams within `roll_s`,
                                                       exits with 0
+    SIGTERM                                       ──► the same within `drain_s`, also after REPLACED
     (dies)                                        ──► the descriptor `lifeline` comes to its end: the same as SIGTERM
-    waits `drain_s` and GRACE_S, then SIGKILL
+    waits for that long and GRACE_S, then SIGKILL
 
 A worker's exit code is 0 after a drain, 2 for what will not be better the next time (a configuration that cannot be
 used), anything else for a death that may be made good by another start.
@@ -17,6 +18,7 @@ used), anything else for a death that may be made good by another start.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import suppress
 
@@ -28,12 +30,13 @@ from headwater.fleetfile.model import FleetFile
 READY = b"ready\n"
 READY_S = 30.0
 GRACE_S = 5.0
-"""After `drain_s`, until a worker is killed."""
+"""After `drain_s` or `roll_s`, until a worker is killed."""
 HOPELESS = 2
 """Exit code."""
 START_BYTES = 64 << 20
-ROWS_EACH = 2
-"""Rows for each of the workers that there are to be: while one replaces another there are two."""
+REPLACED = signal.SIGUSR1
+ROWS_EACH = 4
+"""Rows for each of the workers that there are to be: beside the present one, so many less one may drain."""
 
 
 class Start(msgspec.Struct, frozen=True):

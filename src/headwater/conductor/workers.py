@@ -6,15 +6,17 @@ Theory of operation. A *place* is one of the N workers that there are to be. Eac
           └── not ready within READY_S, or it ends before: killed, back-off
 
 `roll` replaces the workers one after the other: a new one is started in the same place and listens on the same socket
-(`listening`); once it is ready it is the place's, and the old one drains beside it. A new one that does not become
-ready leaves the old one where it is, and `roll` says so. While two are in a place they have two rows of the page of
-quotas, so each place has two rows in turn.
+(`listening`); once it is ready it is the place's, and the old one drains beside it, within `roll_s`. A new one that
+does not become ready leaves the old one where it is, and `roll` says so. Each worker has a row of the page of quotas,
+and each place ROWS_EACH of them: where all are taken when one rolls again, whoever has drained there longest gets
+`drain_s`.
 
 Where a worker has died, those who connect wait for the next one, which comes in a second or two and takes the same
 socket. Where workers die again and again it is closed, so that all connections come to the other places, and the next
 one gets another. So it is where none will be started any more.
 
-`stop` ends all: SIGTERM, `drain_s` and GRACE_S, SIGKILL. A row is cleared when its worker has ended, however it ended.
+`stop` ends all: SIGTERM, `drain_s` and GRACE_S, SIGKILL. A row is cleared when its worker has ended, however it ended,
+and free then.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from headwater.conductor.control.worker import socket_path
 from headwater.conductor.listening import Listening
 from headwater.conductor.process import Worker
 from headwater.conductor.quota_page import QuotaPage
@@ -38,6 +41,7 @@ from headwater.fleetfile.model import FleetFile
 log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "headwater.conductor.worker")
+_STOPPING = "workers are draining, and none is started any more"
 
 
 class Watching(Protocol):
@@ -57,8 +61,9 @@ class _Place:
         self.number, self.restarts = number, restarts
         self.worker: Worker | None = None
         self.draining: list[Worker] = []
-        self.leaving: set[asyncio.Task[None]] = set()
-        """Each ends when one of those has ended, and its row is free."""
+        """From the one that does so longest."""
+        self.news = asyncio.Event()
+        """A worker that was this place's has ended."""
         self.keeper: asyncio.Task[None] | None = None
         self._listening: Listening | None = None
 
@@ -74,11 +79,15 @@ class _Place:
             self._listening.close()
             self._listening = None
 
-    def free_row(self) -> int | None:
-        """A row that no worker of this place has."""
-        taken = {it.row for it in (*self.draining, *filter(None, (self.worker,)))}
-        rows = range(self.number * ROWS_EACH, (self.number + 1) * ROWS_EACH)
-        return next((it for it in rows if it not in taken), None)
+    def put(self, worker: Worker) -> None:
+        """Have this one from now on; it is ready."""
+        self.worker = worker
+        worker.ended.add_done_callback(lambda _: self.news.set())
+
+    @property
+    def rows(self) -> range:
+        """Its workers' rows of the page of quotas."""
+        return range(self.number * ROWS_EACH, (self.number + 1) * ROWS_EACH)
 
 
 class Crew:
@@ -137,7 +146,8 @@ class Crew:
         what all had before. Raises ConfigError if a worker refuses the fleet."""
         async with self._rolling:
             if self._stopping:
-                raise UnavailableError("workers are draining, and none is started any more")
+                raise UnavailableError(_STOPPING)
+            await asyncio.gather(*map(self._make_room, self._places))
             before, self.fleet = self.fleet, fleet
             try:
                 for place in self._places:
@@ -154,17 +164,11 @@ class Crew:
             if place.keeper is not None:
                 place.keeper.cancel()
 
-    async def stop(self, within_s: float) -> None:
-        """Drain all, and kill who is left after so long; then nothing is left."""
+    async def stop(self) -> None:
+        """Drain all, each within its `drain_s`, and kill who is left after that; then nothing is left."""
         self.stop_restarting()
         await self._keepers_end()
-        workers = self._all()
-        for worker in workers:
-            worker.drain()
-        endings = [it.ended for it in workers]
-        if endings:
-            await asyncio.wait(endings, timeout=within_s)
-        await self._kill(workers)
+        await asyncio.gather(*map(self._end, self._all()))
 
     async def close(self) -> None:
         """Whatever is left is killed. May be called again."""
@@ -195,9 +199,10 @@ class Crew:
         """Start another worker whenever a place has none."""
         while True:
             if (worker := place.worker) is not None:
-                await asyncio.shield(worker.ended)
-                if place.worker is not worker:
-                    continue  # it was replaced
+                place.news.clear()
+                if not worker.ended.done():
+                    await place.news.wait()  # not for this one: another may replace it, and end before it
+                    continue
                 place.worker = None
                 self._died(place, worker)
             await asyncio.sleep(place.restarts.wait_s)
@@ -224,7 +229,7 @@ class Crew:
     async def _fill(self, place: _Place) -> None:
         """Start a worker in an empty place; if it does not become ready, the place stays empty, and that is a death."""
         try:
-            place.worker = await self._launch(place)
+            place.put(await self._launch(place))
         except (UnavailableError, ResourceError) as error:
             wait_s = place.restarts.died(0.0)
             place.listen_no_more()
@@ -233,28 +238,51 @@ class Crew:
     async def _replace(self, place: _Place) -> None:
         if place.worker is None:
             return  # its keeper starts one with the new fleet
-        if place.leaving:
-            await asyncio.wait(list(place.leaving))  # until their rows are free, which is after they have ended
         new, old = await self._launch(place), place.worker
-        place.worker = new
-        place.draining.append(old)
-        old.drain()
-        leaving = self._in_background(self._await_end(place, old))
-        place.leaving.add(leaving)
-        leaving.add_done_callback(place.leaving.discard)
+        place.put(new)
+        if old is not None:  # else it has died meanwhile
+            place.draining.append(old)
+            old.replaced()
+            self._in_background(self._await_end(place, old))
 
     async def _await_end(self, place: _Place, old: Worker) -> None:
-        within_s = old.fleet.conductor.times.drain_s + GRACE_S
-        await asyncio.wait([old.ended], timeout=within_s)
-        await self._kill([old])
-        if (clearing := self._clearing.get(old)) is not None:
-            await asyncio.shield(clearing)
+        """It drains as long as it may."""
+        await self._ends(old, old.fleet.conductor.times.roll_s)
         place.draining.remove(old)
+        if code := old.ended.result():
+            log.warning("worker %d (pid %d) ended with code %d while it drained", place.number, old.pid, code)
+
+    async def _make_room(self, place: _Place) -> None:
+        """Where no row is free, end whoever has drained longest."""
+        if self._free_row(place) is None and place.draining:
+            oldest = place.draining[0]
+            log.warning("worker %d: the one with pid %d, which still drains, has to end now", place.number, oldest.pid)
+            await self._end(oldest)
+
+    async def _end(self, worker: Worker) -> None:
+        """Drain it within `drain_s`."""
+        worker.drain()
+        await self._ends(worker, worker.fleet.conductor.times.drain_s)
+
+    async def _ends(self, worker: Worker, within_s: float) -> None:
+        """Wait until it has ended and its row is free, and kill it if it has not after so long."""
+        await asyncio.wait([worker.ended], timeout=within_s + GRACE_S)
+        await self._kill([worker])
+        if (clearing := self._clearing.get(worker)) is not None:
+            await asyncio.shield(clearing)
+
+    def _free_row(self, place: _Place) -> int | None:
+        taken = {it.row for it in self._clearing}
+        return next((it for it in place.rows if it not in taken), None)
 
     async def _launch(self, place: _Place) -> Worker:
-        """A worker that is ready. Raises UnavailableError or ConfigError, and then nothing is left of it."""
-        row = place.free_row()
-        assert row is not None, f"place {place.number} has no free row"
+        """A worker that is ready. Raises ResourceError, UnavailableError or ConfigError, and then nothing is left of
+        it."""
+        if self._stopping:
+            raise UnavailableError(_STOPPING)
+        row = self._free_row(place)
+        if row is None:
+            raise ResourceError(f"all of worker {place.number}'s rows are taken by such that drain")
         worker = Worker(
             self._command,
             self.fleet,
@@ -275,11 +303,13 @@ class Crew:
         except asyncio.CancelledError:
             worker.kill()
             raise
-        if is_ready:
+        if is_ready and not self._stopping:
             return worker
         had_ended = worker.ended.done()
         worker.kill()
         await asyncio.shield(ending)
+        if is_ready:
+            raise UnavailableError(_STOPPING)  # since it was started
         code = worker.ended.result()
         if had_ended and code == HOPELESS:
             raise ConfigError(f"worker {place.number} cannot use this file; why is above")
@@ -290,6 +320,7 @@ class Crew:
         """Once it has ended, nothing of it counts any more."""
         await worker.ended
         self._quotas.clear(worker.row)
+        socket_path(self._folder, worker.row).unlink(missing_ok=True)  # of one that was killed
         await self._watching.gone(worker.row)
         del self._clearing[worker]
 

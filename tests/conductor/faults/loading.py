@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -162,6 +163,32 @@ def rss_bytes(pid: int) -> int:
     """A process's memory."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["VmRSS"].split()[0]) << 10
+
+
+def _waited_s(pids: Sequence[int]) -> dict[Path, float]:
+    """How long each thread of these processes was ready to run and had no CPU (proc(5): schedstat)."""
+    paths = [it for pid in pids for it in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return {it: int(it.read_text().split()[1]) / 1e9 for it in paths}
+
+
+@dataclass
+class Given:
+    """How much of the CPU time that it wanted the system under test was given."""
+
+    share: float = 1.0
+
+
+@contextmanager
+def given(fleet: Fleet) -> Iterator[Given]:
+    """Measure it until the block ends: a machine that has other work does not show how much a fleet can do. Every
+    request is worked on by a thread of an engine, by the clients' and by a worker one after the other, so what they
+    wait adds up."""
+    found, pids = Given(), [os.getpid(), *fleet.workers()]
+    before, begun_s = _waited_s(pids), time.perf_counter()
+    yield found
+    took_s = time.perf_counter() - begun_s
+    waited = sorted((now_s - before.get(it, 0.0)) / took_s for it, now_s in _waited_s(pids).items())
+    found.share = max(1.0 - sum(waited[-3:]), 0.0)
 
 
 @dataclass

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,12 +27,20 @@ from tests.conductor.faults.clients import (
     reached,
     request,
 )
+from tests.conductor.faults.loading import quantile, watched
 from tests.conductor.running import Fleet, chat, running, until
 
 ROUNDS = int(os.environ.get("HEADWATER_TEST_LEAVES", "200"))
 ABORTED_S = 1.0
 """The promise: so soon after its client has left, an engine is told to stop."""
 STALLED_S = 1.0
+UNREAD = int(os.environ.get("HEADWATER_TEST_UNREAD", "100"))
+"""Clients that never read."""
+TOKENS, EVENT_BYTES = 400, 64 << 10
+"""Of their answers, which are more than all kernel buffers on the way."""
+UNREAD_BYTES = 3 << 19
+"""So much a worker keeps of each: what it holds until the client's connection is full, and an event or two beyond."""
+OTHERS_S = 5.0
 GROWN_BYTES = 12 << 20
 MOMENTS = ("within the request", "before the first token", "within the answer", "in silence", "in one piece")
 WAYS: dict[str, Callable[[Stream], None]] = {
@@ -111,35 +121,55 @@ def test_clients_that_leave(fleet: Fleet) -> None:
     assert grown_bytes < GROWN_BYTES
 
 
+def stalled(fleet: Fleet) -> float:
+    """How many clients were cut as they do not read."""
+    said = re.search(rb"http_clients_stalled_total ([0-9.]+)", fleet.control("GET", "/metrics").body)
+    return float(said[1]) if said else 0.0
+
+
 def test_clients_that_never_read(fleet: Fleet) -> None:
-    """Each gets more than the kernel holds for it; after `stalled_s` it is cut, and its engine stops."""
+    """Each is sent more than the kernel holds for it: it is cut after `stalled_s`, and its engine stops. Meanwhile
+    others are served, probes are answered, and what is kept for it is bounded."""
     for it in fleet.engines:
-        it.otherwise = Script(huge_bytes=8 << 20, hang_at=1)
-    body = chat("somebody who never reads", stream=True, max_tokens=1000)
+        it.otherwise = Script(large_bytes=EVENT_BYTES)
+    body = chat("somebody who never reads", stream=True, max_tokens=TOKENS)
+    (worker,) = fleet.workers()
+    before, aborted, cut = size_of(worker)[1], total(fleet, "aborted"), stalled(fleet)
+    served_s: list[float] = []
 
-    async def never() -> None:
-        async with await connected(fleet.port, window_bytes=4096) as stream:
-            stream.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            stream.writer.write(request(CHAT, body))
-            await asyncio.sleep(0)
-            await reached(lambda: ended.is_set(), 20.0, "an engine goes on for a client that never reads")
+    async def never(stack: AsyncExitStack) -> None:
+        stream = await stack.enter_async_context(await connected(fleet.port, window_bytes=4096))
+        stream.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        stream.writer.write(request(CHAT, body))
 
-    async def watch() -> float:
-        await reached(lambda: total(fleet) == 4, 10.0, "not all were sent")
-        begun_s = time.monotonic()
-        for it in fleet.engines:
-            it.otherwise = Script()
-        quick = chat("somebody else", stream=True)
-        assert (await ask(fleet.port, CHAT, quick)).status == 200
-        assert total(fleet) == 4
-        await reached(lambda: total(fleet) == 0, 15.0, "engines go on")
-        ended.set()
-        return time.monotonic() - begun_s
+    async def all_of_them() -> float:
+        async with AsyncExitStack() as stack:
+            await asyncio.gather(*(never(stack) for _ in range(UNREAD)))
+            await reached(lambda: total(fleet) + total(fleet, "aborted") - aborted == UNREAD, 20.0, "not all were sent")
+            begun_s = time.monotonic()
+            for it in fleet.engines:
+                it.otherwise = Script()
+            while total(fleet):
+                asked_s = time.monotonic()
+                assert (await ask(fleet.port, CHAT, chat("somebody else", stream=True))).status == 200
+                served_s.append(time.monotonic() - asked_s)
+                assert time.monotonic() < begun_s + 30.0, f"{total(fleet)} are still at engines"
+            return time.monotonic() - begun_s
 
-    ended = asyncio.Event()
-    took_s, *_ = gather(watch(), *(never() for _ in range(4)))
-    assert STALLED_S * 0.9 < took_s < STALLED_S + 4.0
+    with watched(fleet) as seen:
+        (took_s,) = gather(all_of_them())
+    assert total(fleet, "aborted") - aborted == UNREAD  # none came to its end
     check_quiet(fleet)
+    probed_s = quantile(seen.probes_s["/health"], 0.99)
+    more_bytes = seen.most_bytes - before
+    print(
+        f"{UNREAD} clients: all cut after {took_s:.2f} s, {more_bytes >> 20} MiB more in between;"
+        f" /health within {probed_s:.3f} s, {len(served_s)} others within {quantile(served_s, 0.99):.3f} s"
+    )
+    assert seen.statuses["/health", 200] == len(seen.probes_s["/health"]) and probed_s < 1.0
+    assert len(served_s) >= 3 and quantile(served_s, 0.99) < OTHERS_S
+    assert more_bytes < UNREAD * UNREAD_BYTES + GROWN_BYTES
+    assert stalled(fleet) - cut == UNREAD
 
 
 def test_clients_that_leave_while_they_wait(fleet: Fleet) -> None:

@@ -45,9 +45,9 @@ DRAIN_S = 60.0
 
 
 @contextmanager
-def conductor(folder: Path, drain_s: float = DRAIN_S) -> Iterator[Fleet]:
+def conductor(folder: Path, drain_s: float = DRAIN_S, workers: int = 2, **times: float) -> Iterator[Fleet]:
     """Two workers, two engines."""
-    with running(folder, 2, workers=2, times={"drain_s": drain_s}) as it:
+    with running(folder, 2, workers=workers, times={"drain_s": drain_s, **times}) as it:
         yield it
 
 
@@ -145,6 +145,86 @@ def test_a_roll_cuts_no_stream_and_refuses_nobody(fleet: Fleet, gate: Gate) -> N
     assert not failed, f"{len(failed)} of {len(served)}: {failed[:5]}"
     assert len(fleet.workers()) == 2
     check_quiet(fleet)
+
+
+async def check_torn(stream: Stream) -> None:
+    with pytest.raises((TornAnswer, OSError)):
+        await stream.rest()
+
+
+def test_rolls_cut_no_stream_until_too_many_drain_and_the_end_is_soon(tmp_path: Path) -> None:
+    """One after the other, faster than streams end: each of five workers has one."""
+    drain_s, body = 1.0, chat("one for each worker", stream=True, max_tokens=TOKENS)
+    gates: list[Gate] = []
+    workers: list[int] = []
+
+    async def rolls(fleet: Fleet) -> None:
+        async def begin() -> Stream:
+            gates.append(Gate(2))
+            for it in fleet.engines:
+                it.otherwise = Script(gate=gates[-1])
+            stream = await stack.enter_async_context(await begun(fleet.port, CHAT, body))
+            await stream.head()
+            workers.extend(set(fleet.workers()) - set(workers))
+            return stream
+
+        async def roll(times: int) -> None:
+            fleet.process.send_signal(signal.SIGHUP)
+            said = "the file was read again"
+            await reached(lambda: fleet.logs().count(said) == times, 60.0, f"it was not rolled: {fleet.logs()}")
+
+        async with AsyncExitStack() as stack:
+            idle = await stack.enter_async_context(await begun(fleet.port, CHAT, body))
+            assert (await idle.rest()).status == 200
+            first = await begin()
+            await roll(1)
+            second = await begin()
+            async with asyncio.timeout(1.0):  # and not when the others have ended
+                assert await idle.reader.read() == b""
+            await roll(2)
+            third = await begin()
+            await roll(3)
+            fourth = await begin()
+            assert total(fleet) == len(set(workers)) == 4
+            assert set(workers) == set(fleet.workers())
+            await asyncio.gather(roll(4), check_torn(first))
+            assert total(fleet) == 3 and len(fleet.workers()) == 4
+            gates[1].open()
+            check_whole(await second.rest(), CHAT, body)
+            os.kill(workers[2], signal.SIGKILL)
+            await check_torn(third)
+            assert total(fleet) <= 2 and not gates[3].tokens
+            ends_s = asyncio.get_running_loop().time()
+            fleet.process.send_signal(signal.SIGTERM)
+            await check_torn(fourth)
+            took_s = asyncio.get_running_loop().time() - ends_s
+            print(f"after SIGTERM the last one had {took_s:.2f} s")
+            assert took_s > 0.8 * drain_s
+
+    with conductor(tmp_path, drain_s, workers=1) as fleet:
+        gather(rolls(fleet), within_s=200)
+        assert fleet.process.wait(10.0) == 0, fleet.logs()
+        assert fleet.logs().count("another one starts") == 0, fleet.logs()
+        check_nothing_is_left(fleet, workers)
+
+
+def test_a_roll_cuts_streams_in_the_end(tmp_path: Path, gate: Gate) -> None:
+    roll_s = 1.0
+
+    async def ends(fleet: Fleet) -> None:
+        for it in fleet.engines:
+            it.otherwise = Script(gate=gate)
+        async with await begun(fleet.port, CHAT, chat("too long", stream=True)) as stream:
+            await reached(lambda: total(fleet) == 1, 20.0, "it was not sent")
+            fleet.process.send_signal(signal.SIGHUP)
+            await check_torn(stream)
+
+    with conductor(tmp_path, workers=1, roll_s=roll_s) as fleet:
+        workers = fleet.workers()
+        gather(ends(fleet))
+        until(lambda: not any(map(lives, workers)), fleet.logs)
+        assert "killed" not in fleet.logs()
+        until(lambda: not total(fleet), fleet.logs)
 
 
 def is_refused(port: int) -> bool:

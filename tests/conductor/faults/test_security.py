@@ -405,7 +405,6 @@ def test_nothing_is_open_to_others_without_credentials(tmp_path: Path, name: str
         assert word.replace("PORT", "8080") in str(refused.value)
 
 
-@pytest.mark.alone
 def test_who_is_open_to_others_does_not_start(tmp_path: Path) -> None:
     port = free_port()
     file = open_to_others(tmp_path, OPEN["no TLS"][0], str(port))

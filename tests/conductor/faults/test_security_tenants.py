@@ -252,7 +252,6 @@ def rewritten(fleet: Fleet, tenants: list[dict[str, Any]]) -> None:
     os.kill(fleet.process.pid, signal.SIGHUP)
 
 
-@pytest.mark.alone
 def test_keys_are_replaced_while_streams_run(tmp_path: Path) -> None:
     old, new, gate, answers = new_key(), new_key(), Gate(), []
     file = {"tenants": [{"name": "alice", "keys": [key_row(old)]}]}
@@ -298,15 +297,17 @@ def serves(fleet: Fleet, key: str) -> bool:
         return False
 
 
-@pytest.mark.alone
 def test_secrets_and_prompts_are_nowhere_else(tmp_path: Path) -> None:
     mine, other = Canary(), new_key()
     tenants = [{"name": "mine", "keys": [key_row(mine.key)]}, {"name": "other", "keys": [key_row(other)]}]
     (tmp_path / "secret").write_text(mine.secret)
     (tmp_path / "secret").chmod(0o600)
+    (tmp_path / "theirs").write_text(mine.engine_key)
+    (tmp_path / "theirs").chmod(0o600)
     file = {"tenants": tenants, "secret_file": str(tmp_path / "secret")}
     times = {"silent_s": 0.5, "first_s": 0.5}
-    with running(tmp_path, file=file, times=times, retries=1) as fleet:
+    instance = {"api_key_file": str(tmp_path / "theirs")}
+    with running(tmp_path, file=file, times=times, retries=1, instance=instance) as fleet:
         seen: dict[str, object] = {}
         good = chat(mine.words, cache_salt=mine.salt)
         ids = {"model": "toy", "prompt": mine.ids, "max_tokens": 3, "cache_salt": mine.salt}
@@ -360,6 +361,9 @@ def test_secrets_and_prompts_are_nowhere_else(tmp_path: Path) -> None:
         seen["names of threads"] = "".join(
             task.read_text() for pid in pids for task in Path(f"/proc/{pid}/task").glob("*/comm")
         )
+        asked = [it for engine in fleet.engines for it in engine.requests]
+        assert {it.path for it in asked} >= {CHAT, COMPLETION, "/health", "/metrics"}
+        assert all(it.headers.get("authorization") == f"Bearer {mine.engine_key}" for it in asked)
     seen["the log"] = fleet.logs()
     assert "Traceback" not in fleet.logs()
     mine.sees_none(seen)

@@ -117,7 +117,7 @@ class WorkerControl:
             "worker": self._row,
             "pid": os.getpid(),
             "ready": self._is_ready() and not self._draining,
-            "draining": self._draining,
+            "draining": self._draining or not self._is_ready(),
             "alive": sum(it.alive and not it.draining for it in instances),
             "instances": len(instances),
         }
