@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from headwater.conductor.http.exchange import Origin
 from headwater.conductor.job import Kind, Refusal
 from tests.conductor.engine import Gate, Script, events_of
-from tests.conductor.relays import Client, House, house, run, small, straight
+from tests.conductor.relays import TIMES, Client, House, house, run, small, straight
 from tests.conductor.toy import Bytes, Words
 
 USAGE = {"include_usage": True}
@@ -304,9 +305,29 @@ def test_without_prefill_decode_computes_it(script: Script, why: str) -> None:
             await client.ended()
             await it.settled()
             assert client.ended_well
-            assert it.counted("prefill_lost") == {"": 1}
+            assert it.counted("prefill_lost") == {why: 1}
             assert it.brain.told == [f"prefilled {why}", "started", "finished whole"]
             assert it.jobs[0].cached_tokens == 0, "the second leg's own word"
+            assert it.jobs[0].found_tokens is None
+
+    run(test())
+
+
+def test_a_prefill_instance_that_never_answers_is_given_up() -> None:
+    """After the brain's patience, or `first_s` where that is shorter."""
+
+    async def test() -> None:
+        for patient_s, first_s in ((0.2, 60.0), (60.0, 0.2)):
+            async with house(2, prefill=0, times=replace(TIMES, first_s=first_s, silent_s=0.2)) as it:
+                it.brain.patient_s = patient_s
+                it.engines[0].script(Script(gate=Gate(0)))
+                client = it.ask(stream=True, max_tokens=6)
+                await client.ended()
+                await it.settled()
+                assert client.ended_well
+                assert it.engines[0].aborted == 1
+                assert it.counted("prefill_lost") == {"late": 1}
+                assert it.brain.told == ["prefilled late", "started", "finished whole"]
 
     run(test())
 
@@ -322,6 +343,7 @@ def test_what_the_first_leg_computed_is_not_taken_for_reused() -> None:
                 usage = client.events()[-1]["usage"] if stream else json.loads(client.body)["usage"]
                 assert usage["prompt_tokens_details"] == {"cached_tokens": usage["prompt_tokens"] - 1}
                 assert it.jobs[-1].cached_tokens == 2
+                assert it.jobs[-1].found_tokens == usage["prompt_tokens"] - 1
             await it.settled()
 
     run(test())

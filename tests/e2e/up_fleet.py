@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,17 @@ START_S, STOP_S, SETTLE_S, SILENT_S = 600.0, 60.0, 60.0, 120.0
 FLAGS = "--max-model-len 2048 --enforce-eager --block-size 32 --trust-request-chat-template"
 CHUNK = 256
 """Tokens of a chunk, in which the node keeps what engines compute."""
+EQUALS: dict[str, dict[str, Any]] = {"one": {}, "two": {}}
+"""The engines' names, and what the file says of each."""
 
 
 class UpFleet:
     """A running one. Ports and keys are of this run alone."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, model: Path, instances: Mapping[str, Mapping[str, Any]]) -> None:
+        self.folder, self.instances = folder, instances
         self.port, self.control_port = free_port(), free_port()
-        self.ports = {name: free_port() for name in ("one", "two")}
+        self.ports = {name: free_port() for name in instances}
         self.keys = {name: new_key() for name in ("blue", "red")}
         (folder / "secret").touch(mode=0o600)
         (folder / "secret").write_text("0123456789abcdef" * 2)
@@ -64,6 +66,7 @@ class UpFleet:
             "nodes": [{"name": "node", "host_memory": "512MiB", "metrics": "off"}],
             "instances": [
                 {"name": name, "port": port, "events": f"{tcp}{free_port()}", "replay": f"{tcp}{free_port()}"}
+                | self.instances[name]
                 for name, port in self.ports.items()
             ],
             "tenants": [{"name": name, "keys": [key_row(key)]} for name, key in self.keys.items()],
@@ -160,12 +163,12 @@ class UpFleet:
         told = "\n".join(str(it) for it in self.told())
         return "\n".join([told, (self.folder / "up.err").read_text(), *tails])
 
-    def kill(self, name: str) -> None:
-        """End an engine's first process, as the kernel does with one that takes too much memory."""
+    def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """End an engine's first process, as the kernel does with one that takes too much memory; or stop it."""
         wanted = f"\0--port\0{self.ports[name]}\0".encode()
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         (pid,) = (int(it) for it in children if wanted in Path(f"/proc/{it}/cmdline").read_bytes())
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, how)
 
     def interrupt(self) -> int:
         """Ctrl-C; the exit code."""
@@ -196,9 +199,9 @@ def _body(messages: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def up_fleet(folder: Path, model: Path) -> Iterator[UpFleet]:
+def up_fleet(folder: Path, model: Path, instances: Mapping[str, Mapping[str, Any]] = EQUALS) -> Iterator[UpFleet]:
     """A fleet that is ready; gone at the end, if it has not ended before."""
-    fleet = UpFleet(folder, model)
+    fleet = UpFleet(folder, model, instances)
     try:
         eventually(fleet.is_ready, START_S, fleet.said)
         yield fleet

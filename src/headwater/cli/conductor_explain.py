@@ -78,7 +78,9 @@ def _summary(worker: object, it: State) -> Table:
     if took.get("answered_tokens") is not None:
         cached = took.get("cached_tokens")
         engine = "the engine does not say what it reused" if cached is None else f"{show_count(cached)} were reused"
-        table.add_row("tokens", f"{show_count(took['answered_tokens'])} answered; of the prompt {engine}")
+        found = took.get("found_tokens")
+        handed = "" if found is None else f"; {show_count(found)} were found by the one that answered"
+        table.add_row("tokens", f"{show_count(took['answered_tokens'])} answered; of the prompt {engine}{handed}")
     return table
 
 
@@ -95,8 +97,12 @@ def _choice(it: State, place: int, tries: int) -> str:
     if it.get("fetched_tokens"):
         reused.append(f"{show_count(it['fetched_tokens'])} fetched from {plain(str(it.get('source')))}")
     said += f", with {' and '.join(reused)}" if reused else ", with nothing to reuse"
+    if it.get("needless"):
+        said += ", as nothing would be handed over to it"
     if it.get("waited_s"):
         said += f"; it waited {_time(it['waited_s'])} before"
+    if it.get("prefill_lost"):
+        said += f"; its prompt was not computed there ({plain(str(it['prefill_lost']))})"
     if it.get("lost"):
         said += f"; it was lost there ({plain(str(it['lost']))})"
     return said
