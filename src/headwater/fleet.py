@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import NamedTuple
 
 from headwater.enginetimes import EngineTimes
@@ -54,6 +55,13 @@ class Instance:
     """The KV tokens of those requests."""
     late_s: float = 0.0
     """How far what is known of its loads lags behind, of our own requests too."""
+    shared_tokens: int = 0
+    """KV that is there once and counted more often: what requests that wait or run there begin with, as others do."""
+    light_requests: int = 0
+    """Of those that wait, how many compute next to nothing, as what they begin with is there or is being computed."""
+    prefill_learned_s: float = inf
+    decode_learned_s: float = inf
+    """When a request last taught these of its `times`. -inf: none has yet, they are a guess; inf: they are certain."""
 
 
 @dataclass(slots=True)
@@ -90,6 +98,8 @@ class Ask:
     """Higher goes first."""
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    counted: bool = True
+    """Whether `tokens` were counted; else they are a guess, good for comparing loads and no more."""
 
 
 Held = Mapping[Place, int]

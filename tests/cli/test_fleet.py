@@ -212,6 +212,17 @@ def test_explain_shows_the_candidates_the_choice_and_what_it_took(
     assert json.loads(capsys.readouterr().out) == {"worker": 1, "explained": EXPLAINED}
 
 
+def test_explain_of_a_pair_names_both_and_what_went_wrong(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    only = {**EXPLAINED["tries"][0], "instance": "b", "decode": "d", "prefill_lost": "late"}
+    told = {**EXPLAINED, "tries": [only], "took": {**EXPLAINED["took"], "prefilled_s": 0.2, "found_tokens": 2048}}
+    url = serve(lambda it: it.workers[1].brain.known.update({"hw-0-1": told}))
+    assert main(["conductor", "explain", "hw-0-1", "--control", url]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in ("chosen b, to decode at d: ", "its prompt 200 ms", "; 2,048 were found by the one that answered"):
+        assert words in shown, words
+    assert "; its prompt was not computed there (late)" in shown
+
+
 def test_an_id_that_nobody_remembers_is_said_with_how_many_are(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ class Canary:
     def __init__(self) -> None:
         self.key = "sk-hw-" + secrets.token_urlsafe(32)
         self.salt = "salt-" + secrets.token_hex(12)
+        self.engine_key = "ek-hw-" + secrets.token_urlsafe(32)
         self.secret = "secret-" + secrets.token_hex(16)
         self.words = " ".join("word" + secrets.token_hex(8) for _ in range(WORDS))
         self.ids = [100_000 + secrets.randbelow(10**9) for _ in range(WORDS)]
@@ -36,6 +37,7 @@ class Canary:
         """Everything to look for, and what it is: as it is, and as programs would write it."""
         found: dict[str, str] = {}
         plain = {"the key": self.key, "the salt": self.salt, "the secret": self.secret}
+        plain["an engine's key"] = self.engine_key
         plain |= {f"word {place} of the prompt": word for place, word in enumerate(self.words.split())}
         for what, text in plain.items():
             found[text] = what

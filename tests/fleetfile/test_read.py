@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from headwater.errors import ConfigError
+from headwater.fleetfile.dump import decode, dump, encode
+from headwater.fleetfile.model import MembersSpec
 from headwater.fleetfile.read import read_fleet
+from headwater.fleetfile.write import as_tree
 from tests.conftest import ROOT
 from tests.fleetfile.files import DIGEST, LEAST, OTHER, SECRET, WHOLE, read, written
 
@@ -77,6 +81,7 @@ def test_what_the_example_only_mentions_can_be_read_too(tmp_path: Path) -> None:
 
 
 TENANT = f"tenants: [{{name: a, keys: [{DIGEST}]}}]\n"
+THEIRS = 'model: a\ninstances:\n  - {{name: c, url: "http://10.0.0.5:80", {}}}\n'
 BAD = {
     "unknown at the top": (LEAST + "instnces: []\n", "instnces: no such setting; did you mean instances?"),
     "unknown of an instance": (
@@ -119,6 +124,22 @@ BAD = {
     "no such node": (
         NODE + "model: a\ninstances: [{name: c, node: neer}]\n",
         "instances: c: there is no node neer; did you mean near?",
+    ),
+    "a node of the cluster, started here": (
+        f"directory: redis://kv\nmodel: a\ninstances: [{{name: c, node: neer}}]\n{NODE}conductor: {{members: {{}}}}\n",
+        "instances: c: there is no node neer",
+    ),
+    "members of no directory": (
+        LEAST + "conductor: {members: {}}\n",
+        "conductor.members: there is no `directory` that lists them",
+    ),
+    "members with half of TLS": (
+        LEAST + "directory: redis://kv\nconductor: {members: {tls_cert: secret, tls_ca: secret}}\n",
+        "conductor.members.tls_key: is missing",
+    ),
+    "unknown of members": (
+        LEAST + "conductor: {members: {token: x}}\n",
+        "conductor.members.token: no such setting; did you mean token_file?",
     ),
     "no nodes": ("model: a\ninstances: [{name: c, node: n}]\n", "there is no node n; there are no `nodes`"),
     "settings of a node that runs": (
@@ -289,8 +310,23 @@ BAD = {
         "tenants: a: no instance serves /models/smoll; did you mean /models/smol?",
     ),
     "a cluster": (LEAST + "cluster: a/b\n", "cluster: 'a/b' is not a name"),
+    "an API key in the file": (
+        THEIRS.format(f"api_key: {CANARY}"),
+        "instances.0.api_key: a secret is not written here; write ${NAME}",
+    ),
+    "an API key that is not set": (THEIRS.format('api_key: "${NONE}"'), "the environment variable NONE is not set"),
+    "an API key that is no word": (THEIRS.format('api_key: "${SPACED}"'), "instances.0.api_key: no key of up to 4096"),
+    "an API key twice": (
+        THEIRS.format('api_key: "${LONG}", api_key_file: secret'),
+        "instances.0.api_key: is there together with api_key_file",
+    ),
+    "an API key of an engine that is started": (
+        'model: a\ninstances: [{name: c, api_key: "${LONG}"}]\n',
+        "instances.0.api_key: is for a `url`; start this engine with VLLM_API_KEY",
+    ),
 }
 VARIABLES = {"BROKEN": f"redis://u:{CANARY}@[", "HEADWATER_X": "redis://h:1", "SHORT": "abc", "LONG": "x" * 32}
+VARIABLES["SPACED"] = f"{CANARY} x"
 
 
 @pytest.mark.parametrize(("text", "message"), BAD.values(), ids=BAD)
@@ -300,6 +336,40 @@ def test_what_cannot_be_used_is_refused_with_its_place(tmp_path: Path, text: str
     said = str(caught.value)
     assert said.startswith(f"{tmp_path}/fleet.yaml: ") and message in said
     assert CANARY not in said
+
+
+def test_nodes_of_the_cluster_need_not_be_listed(tmp_path: Path) -> None:
+    text = """
+directory: redis://kv
+model: a
+instances: [{name: c, node: far, url: "http://10.0.0.5:8000"}]
+conductor: {members: {name: front, token_file: secret}}
+"""
+    fleet = read(tmp_path, text)
+    assert fleet.conductor.members == MembersSpec("front", str(tmp_path / "secret"))
+    assert fleet.instances[0].node == "far" and fleet.nodes == ()
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(as_tree(fleet, None)))
+    assert read_fleet(tmp_path / "again.yaml").conductor == fleet.conductor
+    assert decode(encode(fleet)) == fleet
+    (tmp_path / "secret").chmod(0o644)
+    with pytest.raises(ConfigError, match=r"conductor\.members\.token_file: .* has mode 0644"):
+        read_fleet(tmp_path / "fleet.yaml")
+
+
+def test_an_engines_api_key_is_read_and_never_shown(tmp_path: Path) -> None:
+    text = THEIRS.format('api_key: "${LONG}"') + '  - {name: d, url: "http://10.0.0.6:80", api_key_file: secret}\n'
+    fleet = read(tmp_path, text, VARIABLES)
+    assert [it.api_key for it in fleet.instances] == ["x" * 32, SECRET]
+    assert decode(encode(fleet)) == fleet
+    for shown in (repr(fleet), str(dump(fleet)), str(as_tree(fleet, None))):
+        assert "x" * 32 not in shown and SECRET not in shown
+    assert as_tree(fleet, None)["instances"][1]["api_key_file"] == str(tmp_path / "secret")
+    kept = read_fleet(tmp_path / "fleet.yaml", look_up=None)
+    assert [it.api_key for it in kept.instances] == ["${LONG}", ""]
+    assert [it.get("api_key") for it in as_tree(kept, None)["instances"]] == ["${LONG}", None]
+    (tmp_path / "secret").chmod(0o644)
+    with pytest.raises(ConfigError, match=r"instances\.1\.api_key_file: .* has mode 0644"):
+        read_fleet(tmp_path / "fleet.yaml", look_up=VARIABLES.get)
 
 
 def test_files_that_are_too_long_or_not_there_are_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 
-from headwater.fleet import Choice, Instance
+from headwater.fleet import Choice
 
 COPIES = 2
 LEADER_TOKENS = 256
@@ -134,11 +134,3 @@ def _count(known: _Places, marks: Sequence[bytes], number: int) -> None:
     for key in marks:
         places = known.setdefault(key, {})
         places[number] = places.get(number, 0) + 1
-
-
-def soon(there: Instance, own: Choice, elsewhere: Choice) -> bool:
-    """Whether a follower is served soon at a leader's instance, compared with computing everything elsewhere."""
-    times = there.times
-    batches = -(-(there.waiting_tokens + 1) // times.step_tokens)
-    queue_s = batches * times.prefill_fixed_s + there.waiting_tokens * times.prefill_token_s
-    return queue_s + own.parts.prefill_s <= PATIENCE * elsewhere.parts.ttft_s

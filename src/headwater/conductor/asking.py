@@ -11,19 +11,26 @@ everybody may say how urgent it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from headwater.conductor.flight import Flight
 from headwater.conductor.http.exchange import Headers
 from headwater.conductor.job import Job, Lens, Refused, Sent
+from headwater.conductor.nobody import is_serving
 from headwater.conductor.parts import Sight
 from headwater.core.predictions import Outputs
-from headwater.fleet import Ask, Held
+from headwater.fleet import Ask, Held, Instance
 from headwater.fleetfile.model import FleetFile
 
 OUTPUT_TOKENS = 256
 BYTES_A_TOKEN = 4
 """Of a body of JSON, most of it English; only to know whether a prompt that was not tokenised is long."""
+GUESS_MOST, MEDIA_MOST = 1 << 15, 2048
+"""And it is not taken to be longer than so: most of a large body is something else, and with images or sound nearly all
+of it."""
+GUESS_SHARE = 4
+"""A prompt of unknown length that is guessed to fit nowhere is taken for so much of the smallest instance's room."""
 PRIORITIES = 7
 """So many steps up or down: admission keeps something back for each class that it has seen."""
 TTFT_SLO, TPOT_SLO = b"x-headwater-ttft-slo", b"x-headwater-tpot-slo"
@@ -68,6 +75,7 @@ class Asking:
             priority,
             ttft_s,
             tpot_s,
+            ids is not None,
         )
         if lenses and self._needs_held:
             job.held = self._sight.held(parsed.model, lenses)
@@ -104,7 +112,16 @@ def tokens_of(job: Job) -> int:
     tokenised = job.tokenised
     if tokenised is not None and tokenised.ids is not None:
         return len(tokenised.ids) or 1
-    return len(job.exchange.request.body) // BYTES_A_TOKEN or 1
+    guess = len(job.exchange.request.body) // BYTES_A_TOKEN or 1
+    return min(guess, MEDIA_MOST if job.parsed.media else GUESS_MOST)
+
+
+def as_it_fits(ask: Ask, instances: Iterable[Instance], excluded: Collection[int]) -> Ask | None:
+    """The same with a guess that everybody has room for; None if it is none, or that keeps nobody from serving it."""
+    if ask.counted:
+        return None
+    least = min((it.capacity_tokens for it in instances if is_serving(it, ask.model, excluded)), default=ask.tokens)
+    return replace(ask, tokens=max(least // GUESS_SHARE, 1)) if least < ask.tokens else None
 
 
 def output_kind(job: Job) -> str:

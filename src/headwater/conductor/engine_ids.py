@@ -8,6 +8,7 @@ from collections.abc import Callable
 from headwater.conductor.http.exchange import Upstreams
 from headwater.conductor.job import Parsed
 from headwater.conductor.legs import Small
+from headwater.conductor.outbound import credentials
 from headwater.conductor.parts import Registry
 from headwater.conductor.tokens.asked import PATH, answer, question
 
@@ -31,5 +32,5 @@ class EngineIds:
         number = able[self._turn % len(able)]
         body = question(parsed, self._registry.spec(number).served_name)
         sink = Small(lambda status, said: done(answer(said) if status == 200 else None))
-        headers = [(b"content-type", b"application/json")]
+        headers = [(b"content-type", b"application/json"), *credentials(self._registry.spec(number))]
         self._upstreams.call(self._registry.origin(number), "POST", PATH, headers, body, sink, first_s=FIRST_S)

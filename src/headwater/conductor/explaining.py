@@ -38,9 +38,11 @@ class Try:
         "links",
         "lost",
         "names",
+        "needless",
         "now",
         "output_tokens",
         "policy",
+        "prefill_lost",
         "verdict",
         "waited_s",
         "weighed",
@@ -56,12 +58,16 @@ class Try:
         self.left_out = 0
         self.gathered = False
         """Whether it was not the policy's best, but where others compute the same."""
+        self.needless = False
+        """Whether the decode instance of a pair would have found nothing of what the other computes."""
         self.held: Held = {}
         self.links: Sequence[tuple[Place, int, float, float, int]] = ()
         self.policy: Headwater | None = None
         self.now = 0.0
         self.lost = ""
         """Why it had to be tried again."""
+        self.prefill_lost = ""
+        """Why the prefill instance of a pair did not compute it."""
 
 
 class Record:
@@ -69,8 +75,8 @@ class Record:
 
     __slots__ = (
         "answered_tokens", "arrived_s", "block_tokens", "cached_tokens", "computed_s", "counted", "ended_s", "first_s",
-        "kv_bytes", "model", "outcome", "output_tokens", "priority", "request", "routed_s", "slos", "tenant", "tokens",
-        "tries",
+        "found_tokens", "kv_bytes", "model", "outcome", "output_tokens", "priority", "request", "routed_s", "slos",
+        "tenant", "tokens", "tries",
     )  # fmt: skip
 
     def __init__(self, request: str, ask: Ask, counted: str, arrived_s: float) -> None:
@@ -84,6 +90,7 @@ class Record:
         self.routed_s = self.computed_s = self.first_s = self.ended_s = 0.0
         self.answered_tokens = 0
         self.cached_tokens: int | None = None
+        self.found_tokens: int | None = None
 
 
 class Explained:
@@ -172,6 +179,8 @@ class Explained:
             took["whole_s"] = it.ended_s - it.arrived_s
             took["answered_tokens"] = it.answered_tokens
             took["cached_tokens"] = it.cached_tokens
+            if it.found_tokens is not None:
+                took["found_tokens"] = it.found_tokens
         return {
             "request": it.request,
             "model": it.model,
@@ -218,12 +227,15 @@ def _explain(record: Record, it: Try) -> dict[str, Any]:
         "source": None if source is None else f"{source.tier.name.lower()}:{source.number}",
         "waited_s": it.waited_s,
         "gathered": it.gathered,
+        "needless": it.needless,
         "verdict": None if it.verdict is None else it.verdict.reason.value,
         "candidates": [_told(each, names) for each in _weighed(record, it)],
         "left_out": it.left_out,
     }
     if it.lost:
         said["lost"] = it.lost
+    if it.prefill_lost:
+        said["prefill_lost"] = it.prefill_lost
     return said
 
 

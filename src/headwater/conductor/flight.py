@@ -33,6 +33,7 @@ class Flight:
         "record",
         "refused",
         "sent",
+        "taught",
         "waits",
     )
 
@@ -58,6 +59,8 @@ class Flight:
         """When that had computed the prompt; 0 if it has not."""
         self.handing: Timer | None = None
         """When the prompt's KV is looked for next."""
+        self.taught = False
+        """Whether its first token has taught how fast its instance is."""
         self.losses = 0
         self.queued = (0, 0)
         """Requests and tokens that waited there when it was sent."""

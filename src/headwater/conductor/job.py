@@ -120,6 +120,8 @@ class Job:
     answered_tokens: int = 0
     cached_tokens: int | None = None
     """What the engine says that it did not have to compute, if it says so."""
+    found_tokens: int | None = None
+    """Of a pair: what the decode instance says that it found of what the other has computed."""
     lost: list[str] = field(default_factory=list)
     """Instances that it was lost with."""
 

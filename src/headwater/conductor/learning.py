@@ -1,10 +1,13 @@
-"""What ended requests teach: how fast their instances are, and how long answers are.
+"""What requests teach: how fast their instances are, and how long answers are.
 
 Lines are drawn anew with each outcome, which takes longer than routing a request: of a busy instance, only one in
-`EVERY_S` is looked at.
+`EVERY_S` is looked at. They are looked at when a request has ended and all is known of it; but of an instance whose
+speed is a guess, as soon as there is anything: at the first token, and while an answer comes.
 """
 
 from __future__ import annotations
+
+from math import inf
 
 from headwater.conductor.asking import output_kind
 from headwater.conductor.flight import Flight
@@ -12,6 +15,7 @@ from headwater.conductor.job import Job
 from headwater.conductor.registry import Roster
 from headwater.core.predictions import Outputs
 from headwater.core.rates import WINDOW, Rates
+from headwater.core.trials import guesses_decode, guesses_prefill
 
 EVERY_S = 0.2
 ANSWERS, ANSWERS_EVERY_S = 256, 0.02
@@ -30,8 +34,27 @@ class Learning:
         """Of tenants and kinds of requests, how many answers were looked at, and when the next one is."""
 
     def joined(self, number: int) -> None:
-        """A new instance is taken to be like its kind."""
-        self._roster.instances()[number].times = self.rates.times(number, self._roster.spec(number).model)
+        """A new instance is taken to be like its kind, which is a guess."""
+        it = self._roster.instances()[number]
+        it.times = self.rates.times(number, self._roster.spec(number).model)
+        it.prefill_learned_s = it.decode_learned_s = inf if self.rates.measured else -inf
+
+    def started(self, flight: Flight, now: float) -> None:
+        """Its first token came from its instance."""
+        choice = flight.choice
+        assert choice is not None, f"{flight.name} is nowhere"
+        if guesses_prefill(self._roster.instances()[choice.prefill]) and not flight.losses:
+            self._prefill(flight, choice.prefill, now)
+            flight.taught = True
+            self._apply(choice.prefill, now)
+
+    def progressed(self, flight: Flight, now: float) -> None:
+        """More of its answer came, and not the first token just now."""
+        choice = flight.choice
+        assert choice is not None, f"{flight.name} is nowhere"
+        if guesses_decode(self._roster.instances()[choice.decode]) and self._is_one_answer(flight):
+            self._decode(flight, choice.decode, now)
+            self._apply(choice.decode, now)
 
     def left(self, number: int) -> None:
         """Its number may be given to another."""
@@ -43,22 +66,29 @@ class Learning:
         """A request ended; it is still in the instances' loads."""
         job, choice = flight.job, flight.choice
         assert choice is not None, f"{flight.name} is nowhere"
-        # A stream that was moved is no answer of its own, nor are several in one.
-        if flight.losses or job.parsed.n > 1:
+        if not self._is_one_answer(flight):
             return
         if whole:
             self._answered(job, now)
         next_s = self._next_s
-        if not flight.first_s or (now < next_s.get(choice.prefill, 0.0) and (now < next_s.get(choice.decode, 0.0))):
+        if not (flight.first_s or flight.computed_s) or now < min(
+            next_s.get(choice.prefill, 0.0), next_s.get(choice.decode, 0.0)
+        ):
             return
         numbers = {choice.prefill, choice.decode}
         self._prefill(flight, choice.prefill, now)
-        self._decode(flight, choice.decode, now)
+        if flight.first_s:
+            self._decode(flight, choice.decode, now)
         for it in numbers:
             seen = self._seen[it] = self._seen.get(it, 0) + 1
             if seen > WINDOW:
                 self._next_s[it] = now + EVERY_S
-            self._apply(it)
+            self._apply(it, now)
+
+    @staticmethod
+    def _is_one_answer(flight: Flight) -> bool:
+        """A stream that was moved is no answer of its own, nor are several in one."""
+        return not flight.losses and flight.job.parsed.n == 1
 
     def _answered(self, job: Job, now: float) -> None:
         """Lengths of which many are known are looked at now and then, those of each tenant and kind by themselves."""
@@ -78,8 +108,10 @@ class Learning:
         job, choice = flight.job, flight.choice
         assert choice is not None
         computed_s = flight.computed_s if choice.prefill != choice.decode else flight.first_s
-        if choice.fetched_tokens or not computed_s:
+        if choice.fetched_tokens or not computed_s or flight.taught:
             return  # how long these took is not only the engine's business
+        if not flight.ask.counted and job.parsed.media:
+            return  # nobody knows how long that prompt is
         cached = job.cached_tokens if job.cached_tokens is not None else choice.cached_tokens
         requests, tokens = flight.queued
         seconds = computed_s - job.routed_s
@@ -96,10 +128,15 @@ class Learning:
         kind = self._roster.spec(number).model
         self.rates.decoded(number, kind, requests, kv_tokens, (now - flight.first_s) / steps)
 
-    def _apply(self, number: int) -> None:
+    def _apply(self, number: int, now: float) -> None:
         instances, kind = self._roster.instances(), self._roster.spec(number).model
-        times = self.rates.times(number, kind)
-        if instances[number].times is times:
+        times, target = self.rates.times(number, kind), instances[number]
+        prefill, decode = self.rates.known(number)
+        if prefill and target.prefill_learned_s < now:
+            target.prefill_learned_s = now
+        if decode and target.decode_learned_s < now:
+            target.decode_learned_s = now
+        if target.times is times:
             return
         for it in instances.values():
             if self._roster.spec(it.number).model == kind:

@@ -9,7 +9,9 @@ we have there more or less since.
 from __future__ import annotations
 
 from headwater.conductor.registry import Roster
+from headwater.core.common import Common
 from headwater.core.loads import NOTHING, LoadBook, Published, Totals
+from headwater.core.routing import is_light
 from headwater.fleet import Ask, Choice, Instance
 
 FILL_S = 0.01
@@ -21,11 +23,14 @@ STEP_TOKENS = 32
 
 
 class Loads:
-    """Owns the book; writes the instances' four loads and `heard_s`."""
+    """Owns the book; writes the instances' loads and `heard_s`."""
 
     def __init__(self, book: LoadBook, roster: Roster) -> None:
         self.book = book
         self._instances = roster.instances()
+        self._common = Common()
+        self._light: set[str] = set()
+        """Those that wait and are light. Both of our own requests; those of others are counted whole."""
         self._base: dict[int, Totals] = {}
         """What each instance had at the last fill besides what was ours."""
         self._touched: set[int] = set()
@@ -37,6 +42,12 @@ class Loads:
     def routed(self, ask: Ask, choice: Choice, now: float) -> None:
         """See `LoadBook.routed`; the instances are up to date afterwards."""
         self.book.routed(ask, choice, now)
+        self._common.join(ask.request, choice.decode, ask.keys, ask.block_tokens)
+        self._share(choice.decode)
+        it = self._instances[choice.prefill]
+        if is_light(ask, choice, it.times):
+            self._light.add(ask.request)
+            it.light_requests += 1
         self.begun_tokens += ask.tokens - choice.cached_tokens - choice.fetched_tokens
         self._touched.add(choice.prefill)
         self.refresh(now)
@@ -44,6 +55,7 @@ class Loads:
     def prefilled(self, request: str, choice: Choice, now: float) -> None:
         """See `LoadBook.prefilled`."""
         self.book.prefilled(request, now)
+        self._lighten(request, choice)
         self._touch(choice)
 
     def progressed(self, request: str, choice: Choice, answered_tokens: int, now: float) -> None:
@@ -54,6 +66,9 @@ class Loads:
     def finished(self, request: str, choice: Choice, now: float) -> None:
         """See `LoadBook.finished`."""
         self.book.finished(request, now)
+        self._common.leave(request)
+        self._lighten(request, choice)
+        self._share(choice.decode)
         self._touch(choice)
 
     def heard(self, message: Published, now: float) -> None:
@@ -77,6 +92,7 @@ class Loads:
     def left(self, instance: int) -> None:
         """See `LoadBook.left`."""
         self.book.left(instance)
+        self._common.left(instance)
         self._base.pop(instance, None)
         self._touched.discard(instance)
 
@@ -109,6 +125,19 @@ class Loads:
             base[number] = others if any(others) else NOTHING
         self._touched.clear()
         self._fill_s = now + (FILL_S if book.drifts else FILL_ALONE_S)
+
+    def _lighten(self, request: str, choice: Choice) -> None:
+        """It does not wait any more."""
+        if request in self._light:
+            self._light.discard(request)
+            it = self._instances.get(choice.prefill)
+            if it is not None:
+                it.light_requests -= 1
+
+    def _share(self, number: int) -> None:
+        it = self._instances.get(number)
+        if it is not None:
+            it.shared_tokens = self._common.tokens.get(number, 0)
 
     def _touch(self, choice: Choice) -> None:
         self._touched.add(choice.prefill)

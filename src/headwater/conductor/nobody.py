@@ -15,6 +15,11 @@ RETRY_S = 1.0
 """When to come back to a fleet that has no room for any more, or nobody alive."""
 
 
+def is_serving(it: Instance, model: str, excluded: Collection[int]) -> bool:
+    """Whether it may be asked for this model by a request that was lost with the excluded ones."""
+    return it.alive and not it.draining and it.model == model and it.number not in excluded
+
+
 def refusal_of(
     job: Job,
     tokens: int,
@@ -25,7 +30,7 @@ def refusal_of(
 ) -> Refusal | None:
     """What to say to a request of so many tokens that was lost with the excluded ones; None: have it wait a little."""
     mine = [it for it in instances if it.model == job.parsed.model]
-    serving = [it for it in mine if it.alive and not it.draining and it.number not in excluded]
+    serving = [it for it in mine if is_serving(it, it.model, excluded)]
     counted = job.tokenised is not None and job.tokenised.ids is not None
     if not mine:
         return Refusal(404, "model_not_found", "no instance serves this model")

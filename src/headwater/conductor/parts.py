@@ -113,6 +113,9 @@ class Brain(Protocol):
         """The prefill instance of a pair is done with it, or has failed it, and why. `then` is called when the decode
         instance may be asked, at once or later, unless the request ends before."""
 
+    def patience_s(self, job: Job) -> float:
+        """How long the prefill instance of a pair, to which it is sent now, may take."""
+
     def progressed(self, job: Job) -> None:
         """More of its answer came: `job.answered_tokens` in all."""
 

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headwater.conductor.http.exchange import Call, Headers, Upstreams
+from headwater.conductor.outbound import credentials
 from headwater.conductor.registry import Roster
 from headwater.conductor.signals import BYTES_MAX, Signals, read_signals
 from headwater.conductor.timers import Timer, Timers
@@ -264,6 +265,8 @@ class _Watched:
 class _Question:
     """One GET, its answer and its deadline; `done` is called once, with no status if nothing came of it."""
 
+    quick = None
+
     def __init__(self, round_: int, timers: Timers, deadline_s: float, done: Callable[[_Question], None]) -> None:
         self.round = round_
         self.status: int | None = None
@@ -276,7 +279,7 @@ class _Question:
 
     def start(self, upstreams: Upstreams, roster: Roster, number: int, path: str) -> None:
         """Send it; it may be over when this returns."""
-        headers = [(b"accept", b"text/plain")]
+        headers = [(b"accept", b"text/plain"), *credentials(roster.spec(number))]
         origin = roster.origin(number)
         call = upstreams.call(origin, "GET", path, headers, b"", self, first_s=self._deadline_s)
         if self._done is None:

@@ -117,6 +117,11 @@ class Roster:
             self._node_names.append(name)
         return number
 
+    @property
+    def nodes(self) -> Sequence[str]:
+        """Their names by number; always the same list, which grows."""
+        return self._node_names
+
     def node_name(self, number: int | None) -> str:
         """Its name; '' for none."""
         known = number is not None and 0 <= number < len(self._node_names)

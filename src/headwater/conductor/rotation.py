@@ -25,13 +25,15 @@ from headwater.conductor.earning import Earning
 from headwater.conductor.job import How, Job, Phase, Refusal, Refused, Sent, Target
 from headwater.conductor.loads import Loads
 from headwater.conductor.nobody import GRACE_AGAIN_S, RETRY_S, refusal_of
+from headwater.conductor.patience import patience_s
 from headwater.conductor.registry import Roster
 from headwater.conductor.signals import Signals
 from headwater.conductor.tallies import Tallies
 from headwater.conductor.timers import Timer, Timers
 from headwater.core.loads import LoadBook, Published
 from headwater.core.policies import POLICIES
-from headwater.fleet import Instance, Role
+from headwater.core.rates import USUAL
+from headwater.fleet import Instance, Parts, Role
 from headwater.fleetfile.model import FleetFile
 
 BOTH, PREFILL, DECODE = Role.BOTH, Role.PREFILL, Role.DECODE
@@ -177,7 +179,7 @@ class Rotation:
     def take(self, job: Job, sent: Sent, refused: Refused) -> None:
         """See `parts.Brain`."""
         if len(self._rides) >= self._limits.requests:
-            self._counts.add("refused", "requests")
+            self._counts.add("limited", "requests")
             refused(Refusal(503, "overloaded", "too many requests are in progress", RETRY_S))
             return
         ride = Ride(job, tokens_of(job), sent, refused)
@@ -190,7 +192,9 @@ class Rotation:
     def _route(self, ride: Ride, job: Job, now: float) -> None:
         """Send it, refuse it or have it wait."""
         line = self._lines.get(ride.model) or self._line(ride.model)
-        excluded, earning, tokens = ride.excluded, self.earning, ride.tokens + job.answered_tokens
+        excluded, earning = ride.excluded, self.earning
+        # Nobody is turned away for how long a prompt was guessed to be.
+        tokens = ride.tokens + job.answered_tokens if ride.counted is not How.NONE else 1
         if earning.earned and (slow := earning.slow(now)):
             excluded = slow | excluded if excluded is not None else slow
         it = line.next(tokens, excluded)
@@ -236,6 +240,14 @@ class Rotation:
             ride.answered, job.first_s, job.phase = True, now, Phase.ANSWERING
             self._counts.observe("ttft_seconds", now - ride.arrived_s)
 
+    def patience_s(self, job: Job) -> float:
+        """See `parts.Brain`: nothing was learned, so as long as everything that was sent there takes a slow one."""
+        ride = self._rides.get(job.id)
+        assert ride is not None and ride.at is not None, f"{job.id} is nowhere"
+        number = ride.at.prefill
+        tokens = sum(it.tokens for it in self._rides.values() if it.at is not None and it.at.prefill == number)
+        return patience_s(Parts(), USUAL, USUAL, tokens)
+
     def prefilled(self, job: Job, why: str, then: Callable[[], None]) -> None:
         """See `parts.Brain`; nobody looks where the KV is."""
         ride = self._rides.get(job.id)
@@ -256,7 +268,6 @@ class Rotation:
         if self.earning.health is not None:
             self.earning.health.trouble(number, why)
         at = self._land(ride)
-        self._counts.add("lost", why)
         ride.tries[-1].append(why)
         ride.excluded = (ride.excluded or set()) | {number}
         ride.sent, ride.refused = sent, refused
@@ -328,10 +339,10 @@ class Rotation:
         instances, excluded = self._roster.instances().values(), ride.excluded or set()
         refusal = refusal_of(job, ride.tokens, instances, excluded, self.earning.health, now)
         if refusal is None and not ride.waits and len(self._waiting) >= self._limits.waiting:
-            self._counts.add("refused", "waiting")
+            self._counts.add("limited", "waiting")
             refusal = Refusal(429, "overloaded", "too many requests wait", RETRY_S)
         if refusal is None and now - ride.arrived_s >= self._wait_s:
-            self._counts.add("refused", "late")
+            self._counts.add("limited", "late")
             refusal = Refusal(503, "overloaded", "it waited too long", RETRY_S)
         if refusal is not None:
             self._refuse(ride, job, refusal)

@@ -4,42 +4,30 @@
     brain  ── expect, unexpect ──► device   ──┤──► PrefixIndex ◄── held ── brain
     node   ── events/nodes ──► told, node_* ──┘
 
-Instances and nodes have numbers: the registry's, and those of the fleet file's list. Everything is called in one loop.
+Instances and nodes have the registry's numbers; the fleet file's nodes are the first. Everything is called in one loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from headwater._kernels.index import make_table
-from headwater.conductor.events.device import RANK_SHIFT, Device
+from headwater.conductor.events.device import Device
 from headwater.conductor.events.hottest import Hottest
-from headwater.conductor.events.namespaces import Model, Registration, Roots, Way
+from headwater.conductor.events.namespaces import Model, Registration, Roots
+from headwater.conductor.events.recent import Recent
+from headwater.conductor.events.shown import Shown, without_ranks
 from headwater.conductor.job import Lens
 from headwater.core.engine_keys import EngineHash
-from headwater.core.hashing import pack
 from headwater.core.prefix import PrefixIndex
 from headwater.fleet import Held, Place
 from headwater.fleetfile.model import InstanceSpec
 from headwater.types import KEY_BYTES, Tier
 
 KEYS = 1 << 22
-PROMPTS_KEPT, TOKENS_KEPT = 256, 1 << 20
-"""Prompts whose keys are kept, by the very object with ids that they were asked for with; and their tokens together."""
-HOT_SHOWN, KEY_DIGITS = 16, 12
 REMOTE = Place(Tier.REMOTE, 0)
-RANK_FIRST = 1 << RANK_SHIFT
 State = Callable[[], dict[str, object]]
-
-
-class _Prompt(NamedTuple):
-    """The lenses of a prompt that was asked for; holding the ids keeps their address theirs."""
-
-    ids: Sequence[int]
-    salt: str
-    ways: tuple[Way, ...]
-    lenses: tuple[Lens, ...]
 
 
 class Sight:
@@ -47,14 +35,14 @@ class Sight:
     its keys have another root."""
 
     def __init__(self, nodes: Sequence[str] = (), keys: int = KEYS) -> None:
-        """`nodes` are the fleet's, by number; `keys` is how many keys are kept at most."""
+        """`nodes` are the fleet's, by number, and may become more; `keys` is how many keys are kept at most."""
         self.index = PrefixIndex(keys, KEY_BYTES, make_table)
         self.on_again: Callable[[int], None] = _nobody
         self.sources: dict[str, State] = {}
         """Who tells us, and what they say of themselves; for `state`."""
         self.unkeyable = 0
         """Prompts with ids that are no token ids."""
-        self._nodes = list(nodes)
+        self._nodes = nodes
         self._roots = Roots()
         self._models: dict[str, Model] = {}
         self._devices: dict[int, Device] = {}
@@ -62,10 +50,10 @@ class Sight:
         self._registrations: dict[int, list[Registration]] = {}
         self._telling: set[int] = set()
         """The nodes that tell us what they hold."""
-        self._prompts: dict[int, _Prompt] = {}
-        self._kept_tokens = 0
+        self._recent = Recent()
         self._hottest = Hottest()
         self._has_ranks = False
+        self._shown = Shown(self.index, self._devices, self._specs, self._models, self._nodes, self._hottest)
 
     def __repr__(self) -> str:
         return f"Sight({self.index!r}, {len(self._devices)} instances, {len(self._models)} models)"
@@ -191,30 +179,17 @@ class Sight:
         if known is None:
             return ()
         ways = known.ways
-        prompt = self._prompts.get(id(ids))
-        if prompt is not None and prompt.ids is ids and prompt.ways is ways and prompt.salt == salt:
-            return prompt.lenses
+        found = self._recent.find(ids, salt, ways)
+        if found is not None:
+            return found
+        keys = self._roots.keys
         try:
-            packed = pack(ids)
+            lenses = tuple([Lens(keys(way, salt, ids), way.tokens) for way in ways])
         except (OverflowError, TypeError):
             self.unkeyable += 1
             return ()
-        keys = self._roots.keys
-        lenses = tuple([Lens(keys(way, salt, packed), way.tokens) for way in ways])
-        self._keep(_Prompt(ids, salt, ways, lenses))
+        self._recent.keep(ids, salt, ways, lenses)
         return lenses
-
-    def _keep(self, prompt: _Prompt) -> None:
-        """Remember a prompt, unless it alone takes a good part of the room."""
-        size, prompts = len(prompt.ids), self._prompts
-        if size > TOKENS_KEPT // 16:
-            return
-        before = prompts.pop(id(prompt.ids), None)
-        self._kept_tokens += size - (0 if before is None else size)
-        prompts[id(prompt.ids)] = prompt
-        while len(prompts) > PROMPTS_KEPT or self._kept_tokens > TOKENS_KEPT:
-            oldest = prompts.pop(next(iter(prompts)))
-            self._kept_tokens -= len(oldest.ids)
 
     def root(self, model: str, salt: str) -> bytes | None:
         """That of the namespace under which nodes hold a model's chunks; None if no plug-in has said it."""
@@ -236,7 +211,7 @@ class Sight:
                         held[place] = count
             else:
                 held = found
-        return self._without_ranks(held) if self._has_ranks and held else held
+        return without_ranks(held) if self._has_ranks and held else held
 
     def expect(self, number: int, lenses: Sequence[Lens]) -> None:
         """See parts.Sight."""
@@ -291,115 +266,22 @@ class Sight:
         fits = at < len(lenses) and lenses[at].tokens == way.tokens and len(lenses) == len(model.ways)
         return device, lenses[at].keys if fits else ()
 
-    @staticmethod
-    def _without_ranks(held: Mapping[Place, int]) -> dict[Place, int]:
-        """An instance holds what the best of its ranks does."""
-        merged: dict[Place, int] = {}
-        for place, count in held.items():
-            if place.number >= RANK_FIRST:
-                place = Place(place.tier, place.number & RANK_FIRST - 1)
-            if count > merged.get(place, 0):
-                merged[place] = count
-        return merged
-
     # ---- what others ask --------------------------------------------------------------------------------
 
     def query(self, model: str, ids: Sequence[int], salt: str = "") -> dict[str, dict[str, Any]]:
-        """Who holds how many tokens of a prompt, by instance, in the words of Mooncake's indexer."""
-        lenses = self.lenses(model, salt, ids)
-        held: dict[Place, int] = {}
-        for keys, tokens in lenses:
-            for place, count in self.index.find(keys, tokens).items():
-                held[place] = max(held.get(place, 0), count)
-        answer = {}
-        for number, spec in self._specs.items():
-            if spec.served_name != model:
-                continue
-            device = self._devices[number]
-            routed = held.get(device.place, 0)
-            ranks = {rank: max(held.get(place, 0), routed) for rank, place in enumerate(device.places)}
-            on_device = max(ranks.values())
-            node = self._nodes.index(spec.node) if spec.node in self._nodes else None
-            host, disk = (0 if node is None else held.get(Place(it, node), 0) for it in (Tier.HOST, Tier.DISK))
-            answer[spec.name] = {
-                "longest_matched": max(on_device, host, disk),
-                "GPU": on_device,
-                "CPU": host,
-                "DISK": disk,
-                "DP": {str(rank): count for rank, count in ranks.items()},
-            }
-        return answer
+        """See `control.indexer.Indexed`."""
+        return self._shown.query(model, self.lenses(model, salt, ids))
 
     def query_by_hash(self, hashes: Sequence[EngineHash]) -> dict[str, dict[str, Any]]:
-        """The same for blocks by the names that engines gave them, of which only engines know."""
-        answer = {}
-        for number, device in self._devices.items():
-            ranks = [count * device.block_tokens for count in device.matched(hashes)]
-            answer[self._specs[number].name] = {
-                "longest_matched": max(ranks),
-                "GPU": max(ranks),
-                "CPU": 0,
-                "DISK": 0,
-                "DP": {str(rank): count for rank, count in enumerate(ranks)},
-            }
-        return answer
+        """See `control.indexer.Indexed`."""
+        return self._shown.query_by_hash(hashes)
 
     def state(self) -> dict[str, Any]:
         """See parts.Sight: without keys but the beginnings of those of the hottest prefixes."""
-        return {
-            "keys": len(self.index),
-            "keys_max": self.index.limit,
-            "forgotten": self.index.forgotten,
+        return self._shown.state() | {
             "unkeyable": self.unkeyable,
-            "models": {
-                it.name: {
-                    "registered": it.is_registered,
-                    "tokens_a_key": [way.tokens for way in it.ways],
-                    "kv_bytes_per_token": it.kv_bytes_per_token,
-                }
-                for it in self._models.values()
-            },
-            "devices": {self._specs[number].name: _device_state(it) for number, it in self._devices.items()},
             "sources": {name: state() for name, state in self.sources.items()},
-            "hottest": [
-                {
-                    "key": it.key.hex()[:KEY_DIGITS],
-                    "tokens": it.tokens,
-                    "hits": it.hits,
-                    "places": sorted(self._place_name(place) for place in self._without_ranks(self._holders(it.key))),
-                }
-                for it in self._hottest.top(HOT_SHOWN)
-            ],
         }
-
-    def _holders(self, key: bytes) -> dict[Place, int]:
-        return self.index.find([key])
-
-    def _place_name(self, place: Place) -> str:
-        if place.tier is Tier.DEVICE:
-            spec = self._specs.get(place.number)
-            return f"device:{place.number if spec is None else spec.name}"
-        if place.tier is Tier.REMOTE:
-            return "remote"
-        return f"{place.tier.value}:{self._nodes[place.number]}"
-
-
-def _device_state(device: Device) -> dict[str, Any]:
-    sums = device.sums
-    return {
-        "block_tokens": device.block_tokens,
-        "ranks": device.ranks,
-        "blocks": device.hashes,
-        "expected": device.expected,
-        "stored": sums.stored,
-        "removed": sums.removed,
-        "cleared": sums.cleared,
-        "foreign": sums.foreign,
-        "passed": sums.passed,
-        "orphans": sums.orphans,
-        "malformed": sums.malformed,
-        "unknown": sums.unknown,
-    }
 
 
 def _nobody(number: int) -> None:

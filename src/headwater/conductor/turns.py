@@ -14,6 +14,7 @@ from math import inf
 
 from headwater.conductor.flight import Flight
 from headwater.core.shares import Shares
+from headwater.fleet import Ask
 
 
 class Turns:
@@ -25,6 +26,7 @@ class Turns:
         self._lines: dict[str, Shares] = {}
         self._flights: OrderedDict[str, Flight] = OrderedDict()
         """By name, the one that has waited longest first."""
+        self._popped: Ask | None = None
         self._tenants: dict[str, OrderedDict[str, Flight]] = {}
 
     def __repr__(self) -> str:
@@ -78,6 +80,7 @@ class Turns:
         if ask is None:
             self._lines.pop(model, None)
             return None
+        self._popped = ask
         # It keeps its place, and its deadline, until `leave`: it may come back.
         return self._flights[ask.request]
 
@@ -86,8 +89,9 @@ class Turns:
         return self._flights.get(name)
 
     def put_back(self, flight: Flight) -> None:
-        """Whom `pop` gave last waits on."""
-        self._lines[flight.ask.model].put_back(flight.ask)
+        """Whom `pop` gave last waits on; also if what it asks is put otherwise by now."""
+        assert self._popped is not None and self._popped.request == flight.name, f"{flight.name} was not popped last"
+        self._lines[flight.ask.model].put_back(self._popped)
 
     def leave(self, flight: Flight) -> None:
         """It does not wait any more, whether it was popped or not."""

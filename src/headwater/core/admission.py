@@ -26,7 +26,11 @@ counts from that moment on, and there is no delay for a wave to live in.
 `room` is for long prompts, which would be starved otherwise (`owed`); a few of them may also push others over.
 
 `margin` follows the error of the predictions (`predictions`). Whatever it says, an idle instance takes what would fit
-without: it costs nobody anything, and tells whether the margin is right.
+without: it costs nobody anything, and tells whether the margin is right. An instance whose speed is only guessed takes
+a few whatever the guess says (`trials`), and of a prompt whose length is a guess only the queue is judged.
+
+What many have in common counts once: who computes nearly nothing, because others there compute it before, waits for
+their steps, and not for one step each; and the KV of those who begin alike is there once (`common`).
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ from typing import NamedTuple
 from headwater.core.crowd import Crowd, Then
 from headwater.core.owed import LONG_SHARE, Owed
 from headwater.core.predictions import Predictions, Quantity
+from headwater.core.routing import batched_s, is_light
+from headwater.core.trials import AGAIN_S, guesses_decode, guesses_prefill, has_place, is_doubtful
 from headwater.fleet import Ask, Choice, Fleet, Instance
 
 TTFT, TPOT = Quantity.TTFT, Quantity.TPOT
@@ -95,10 +101,14 @@ class Reason(StrEnum):
     """Not enough KV when it decodes."""
     NEVER = "never"
     """Not even an idle instance would meet its SLO."""
+    TRIAL = "trial"
+    """It would be too slow by a guess, and is one of the few by which that is found out; or one of the others."""
     NOBODY = "nobody"
     """No instance can serve it."""
 
 
+OF_DECODING = frozenset({Reason.TPOT, Reason.OTHERS})
+"""What depends on how fast an instance decodes."""
 ADMIT, FITS, OWED = Outcome.ADMIT, Reason.FITS, Reason.OWED
 """By name, as nearly every decision uses them."""
 
@@ -117,10 +127,12 @@ class Verdict(NamedTuple):
 
 
 class _Admitted:
-    __slots__ = ("ask", "choice", "first_s", "predicted", "since_s", "slo", "start_s")
+    __slots__ = ("ask", "choice", "first_s", "predicted", "ran_s", "since_s", "slo", "start_s")
 
-    def __init__(self, ask: Ask, choice: Choice, predicted: Verdict, now: float) -> None:
+    def __init__(self, ask: Ask, choice: Choice, predicted: Verdict, now: float, ran_s: float) -> None:
         self.ask, self.choice, self.predicted, self.since_s = ask, choice, predicted, now
+        self.ran_s = ran_s
+        """The prefill seconds that it takes from those who decode."""
         self.first_s: float | None = None
         self.start_s = now + predicted.ttft_s
         """When its first token is predicted."""
@@ -169,16 +181,23 @@ class Admission:
             return Verdict(Outcome.REJECT, Reason.NOBODY, None)
         now, at = fleet.now, choice.decode
         queue_s, fetch_s, prefill_s, _, handoff_s = choice.parts
-        own_s = fetch_s + prefill_s + handoff_s
-        ttft_s, slo_s = queue_s + own_s, ask.ttft_slo_s or math.inf
         decode = fleet.instances[at]
+        prefill = decode if choice.prefill == at else fleet.instances[choice.prefill]
+        if queue_s > 0 and prefill.light_requests:
+            queue_s = batched_s(prefill, queue_s)
+        # Nobody is kept out for how long a prompt was guessed to be.
+        own_s = fetch_s + prefill_s + handoff_s if ask.counted else 0.0
+        ttft_s, slo_s = queue_s + own_s, ask.ttft_slo_s or math.inf
         book = self._books.get(at)
         if book is None:
             book = self._books[at] = Crowd()
         tpot_slo_s = ask.tpot_slo_s if ask.tpot_slo_s and ask.output_tokens > 1 else math.inf
-        then = book.then(ask, choice, ttft_s, now, decode)
+        then = book.then(ask, choice, queue_s, ttft_s, now, decode)
         if own_s > slo_s or ask.tokens > decode.capacity_tokens:
-            return Verdict(Outcome.REJECT, Reason.NEVER, None, ttft_s, then[0])
+            never = Verdict(Outcome.REJECT, Reason.NEVER, None, ttft_s, then[0])
+            fits = ask.tokens <= decode.capacity_tokens
+            full = then[2] > decode.capacity_tokens
+            return self._tried(ask, prefill, decode, never, waited_s, now, slow=True, full=full) if fits else never
         self._see(ask.priority, slo_s, tpot_slo_s, own_s, now)
         if queue_s <= 0 and not book.count and not decode.running_requests:
             return Verdict(Outcome.ADMIT, Reason.IDLE, 0.0, ttft_s, then[0])
@@ -192,17 +211,26 @@ class Admission:
             return Verdict(ADMIT, crowd if crowd is OWED else FITS, 0.0, ttft_s, then[0])
         # While it waits here, the queue there gets shorter by as much.
         if max(ttft_s, wait_s + own_s) <= most_s:
-            return Verdict(Outcome.WAIT, reason, wait_s, ttft_s, then[0])
-        if decode.times.decode_s(1, ask.tokens) > tpot_slo_s:
-            return Verdict(Outcome.REJECT, Reason.NEVER, None, ttft_s, then[0])
+            verdict = Verdict(Outcome.WAIT, reason, wait_s, ttft_s, then[0])
+        elif decode.times.decode_s(1, ask.tokens) > tpot_slo_s:
+            verdict = Verdict(Outcome.REJECT, Reason.NEVER, None, ttft_s, then[0])
+        else:
+            verdict = Verdict(Outcome.REJECT, reason, 0.0, ttft_s, then[0])
+        slow, full = reason not in OF_DECODING, then[2] > decode.capacity_tokens
+        verdict = self._tried(ask, prefill, decode, verdict, waited_s, now, slow=slow, full=full)
+        if verdict.outcome is not Outcome.REJECT or verdict.after_s is None:
+            return verdict
         self._owed.refused(choice.prefill, own_s, now, len(fleet.instances), queued=reason is Reason.TTFT)
-        return Verdict(Outcome.REJECT, reason, self._come_back(wait_s, own_s, fleet), ttft_s, then[0])
+        return verdict._replace(after_s=self._come_back(wait_s, own_s, fleet))
 
     def admitted(self, ask: Ask, choice: Choice, verdict: Verdict, fleet: Fleet) -> None:
         """It was sent where `choice` says."""
         assert ask.request not in self._admitted, f"request {ask.request} is in service already"
-        it = self._admitted[ask.request] = _Admitted(ask, choice, verdict, fleet.now)
-        own_s = choice.parts.ttft_s - choice.parts.queue_s
+        ran_s, times = choice.parts.prefill_s, fleet.instances[choice.prefill].times
+        if choice.parts.queue_s > 0 and is_light(ask, choice, times):
+            ran_s = max(ran_s - times.prefill_fixed_s, 0.0)
+        it = self._admitted[ask.request] = _Admitted(ask, choice, verdict, fleet.now, ran_s)
+        own_s = choice.parts.ttft_s - choice.parts.queue_s if ask.counted else 0.0
         self._owed.admitted(choice.prefill, own_s, pays=verdict.reason is Reason.OWED)
         self._book(choice.decode).add(ask.output_tokens, it.start_s, it.slo)
 
@@ -215,7 +243,9 @@ class Admission:
         choice = it.choice
         prefill = self._book(choice.prefill)
         self._book(choice.decode).start(it.start_s)
-        prefill.ran_s = prefill.ran(now) + choice.parts.prefill_s
+        prefill.ran_s = prefill.ran(now) + it.ran_s
+        if not it.ask.counted:
+            return
         actual_s = max(now - it.since_s, 0.0)
         floor_s = (it.ask.ttft_slo_s or 0.0) * TTFT_FLOOR
         self.predictions.observe(TTFT, choice.prefill, it.predicted.ttft_s, actual_s, now, floor_s)
@@ -240,6 +270,33 @@ class Admission:
         self._books.pop(instance, None)
         self._owed.rooms.pop(instance, None)
         self.predictions.left(instance)
+
+    def _tried(
+        self,
+        ask: Ask,
+        prefill: Instance,
+        decode: Instance,
+        verdict: Verdict,
+        waited_s: float,
+        now: float,
+        *,
+        slow: bool,
+        full: bool,
+    ) -> Verdict:
+        """The verdict on a request that is kept out, unless that is by a guess (`trials`); `slow`: at prefill, or else
+        at decoding; `full`: whether its KV would not fit."""
+        if verdict.reason is Reason.FULL:
+            return verdict
+        guess = guesses_prefill(prefill) if slow else guesses_decode(decode) or guesses_prefill(prefill)
+        if not guess and not (verdict.reason is Reason.NEVER and is_doubtful(prefill, now)):
+            return verdict
+        if has_place(prefill, decode, decodes=not slow) and not (full and decode.running_requests):
+            return verdict._replace(outcome=Outcome.ADMIT, reason=Reason.TRIAL, after_s=0.0)
+        if verdict.outcome is Outcome.WAIT or waited_s < (ask.ttft_slo_s or math.inf):
+            return verdict._replace(outcome=Outcome.WAIT, reason=Reason.TRIAL, after_s=AGAIN_S)
+        if verdict.after_s is None:
+            return verdict._replace(reason=Reason.TRIAL, after_s=0.0)
+        return verdict
 
     def _queue(
         self, ask: Ask, instance: int, queue_s: float, own_s: float, left_s: float, margin: float, now: float

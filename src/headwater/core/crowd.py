@@ -17,7 +17,8 @@ LEAST_S = 1e-6
 
 Then = tuple[float, float, float, float, float]
 """An instance at the time when a request would start to decode there: TPOT; TPOT with what this one's prefill takes
-from the others; tokens of KV; an answer's tokens, and its time, in which all but 1/e of those who decode finish."""
+from the others; tokens of KV, what is shared once; an answer's tokens, and its time, in which all but 1/e of those who
+decode finish."""
 
 
 class Crowd:
@@ -98,8 +99,8 @@ class Crowd:
                 least = slo_s
         return least
 
-    def then(self, ask: Ask, choice: Choice, ttft_s: float, now: float, it: Instance) -> Then:
-        """The decode instance when this request's first token is there, were it admitted."""
+    def then(self, ask: Ask, choice: Choice, queue_s: float, ttft_s: float, now: float, it: Instance) -> Then:
+        """The decode instance when this request's first token is there, were it admitted, after so long a queue."""
         running, kv_tokens, times = it.running_requests, it.running_tokens, it.times
         coming, mine = it.waiting_requests, self.coming
         if coming < mine:
@@ -113,7 +114,7 @@ class Crowd:
             spread_s *= running / self.started
         more_s = 0.0
         if choice.prefill == choice.decode:
-            spread_s += choice.parts.queue_s
+            spread_s += queue_s
             more_s = choice.parts.prefill_s if running or coming else 0.0
         if times is not self.times:
             self.times, self.chunk_s = times, times.step_s(times.step_tokens)
@@ -135,4 +136,7 @@ class Crowd:
         own = ask.tokens + ask.output_tokens / 2
         tokens = (decoders * kv_tokens / running if running else decoders * ask.tokens) + own
         tpot_s = (times.decode_s(round(decoders) + 1, tokens) or choice.tpot_s) + spread_s
+        if it.shared_tokens and running + coming:
+            # It is read for each of them, but kept once.
+            tokens = max(tokens - it.shared_tokens * decoders / (running + coming), own)
         return tpot_s, tpot_s + more_s, tokens, answer, life_s

@@ -13,8 +13,9 @@ The line is Siegel's repeated medians (Biometrika 1982): nearly half of all outc
 because a prefix was cached after all, or for a pause. Where all prompts are of about one length no line can be told
 from them, and where it fits worse than the prior times a factor, the factor is taken.
 
-Only what began on an idle instance says how fast that is. An instance that is never idle is judged by the rest, its
-queue counted as a part of the prompt. Whoever has too few outcomes of its own is taken as the middle one of its kind.
+Only what began on an idle instance says how fast that is. An instance that is never idle, or of which nothing is known
+yet, is judged by the rest, its queue counted as a part of the prompt: all of it but half of the first one's, of which
+some was over. Whoever has too few outcomes of its own is taken as the middle one of its kind, which is a guess still.
 The window is short, and emptied of what is older when the last outcomes all say that it changed: a neighbour that came
 to share the machine is known after six requests.
 """
@@ -147,9 +148,10 @@ class _Learned:
 class Rates:
     """Step times of all instances. Seconds; numbers of instances are the fleet's, kinds are names of models."""
 
-    def __init__(self, prior: EngineTimes) -> None:
-        """`prior` gives the shape, and the scale until something is known. None of its terms may be negative."""
-        self.prior = prior
+    def __init__(self, prior: EngineTimes, *, measured: bool = False) -> None:
+        """`prior` gives the shape, and the scale until something is known: a guess, or `measured` at these instances.
+        None of its terms may be negative."""
+        self.prior, self.measured = prior, measured
         self._instances: dict[int, _Learned] = {}
         self._kinds: dict[str, EngineTimes] = {}
 
@@ -173,15 +175,17 @@ class Rates:
         if tokens <= 0 or not SECONDS_LEAST <= seconds <= SECONDS_MOST:
             return
         it, prior = self._of(instance, kind), self.prior
-        steps = -(-tokens // prior.step_tokens)
+        steps: float = -(-tokens // prior.step_tokens)
         x = prior.prefill_s(tokens, context) - steps * prior.prefill_fixed_s
         if queued_tokens <= 0:
             it.idle_s = now
-        elif now - it.idle_s <= QUIET_S:
+        elif now - it.idle_s <= QUIET_S and it.prefill.fit() is not None:
             return
         else:
-            x += queued_tokens * prior.prefill_token_s
-            steps += max(queued_requests, 1)
+            # Half of the first one's was over, as seen at any moment.
+            requests = max(queued_requests, 1) - 0.5
+            x += queued_tokens * prior.prefill_token_s * requests / (requests + 0.5)
+            steps += requests
         it.prefill.add(max(x, 0.0) / steps, seconds / steps)
 
     def decoded(self, instance: int, kind: str, requests: int, kv_tokens: float, seconds: float) -> None:
@@ -205,6 +209,12 @@ class Rates:
             it.times = found
             self._renew(kind)
         return it.times
+
+    def known(self, instance: int) -> tuple[bool, bool]:
+        """Whether its prefill, and its decoding, are known by requests of its own: what others of its kind have taught
+        is only a better guess."""
+        it = self._instances.get(instance)
+        return (False, False) if it is None else (it.prefill.fit() is not None, it.decode.fit() is not None)
 
     def left(self, instance: int) -> None:
         """Its number may be given to another."""

@@ -165,9 +165,27 @@ def queue_s(it: Instance, tokens: int, output_tokens: int) -> float:
         if mean > step:
             queue += waiting * (mean - step) * (times.prefill_context_s / 2 - token2)
     short = kv + tokens - it.capacity_tokens
+    if short > 0 and it.shared_tokens:
+        short -= it.shared_tokens * it.running_requests // max(it.running_requests + it.waiting_requests, 1)
     if short > 0:
         queue += output_tokens * times.decode_s(it.running_requests + 1, kv) * short / kv
     return queue
+
+
+def is_light(ask: Ask, choice: Choice, times: EngineTimes) -> bool:
+    """Whether so little is computed that the step itself takes longer."""
+    computed = ask.tokens - choice.cached_tokens - choice.fetched_tokens
+    return computed * times.prefill_token_s <= times.prefill_fixed_s
+
+
+def batched_s(it: Instance, queue_s: float) -> float:
+    """The same wait, where those who are light share steps, with others or among themselves.
+
+    That each takes a step of its own is what it costs others who might come, which keeps them apart; whether one is
+    served in time is a question of the steps that there will be."""
+    light, requests, times = it.light_requests, it.waiting_requests, it.times
+    steps = max(requests - light, -(-it.waiting_tokens // times.step_tokens), 1)
+    return max(queue_s - (requests - steps) * times.prefill_fixed_s, 0.0) if requests > steps else queue_s
 
 
 def choice_of(ask: Ask, held: Held, fleet: Fleet, prefill: Instance, decode: Instance) -> Choice:

@@ -21,6 +21,7 @@ def check(fleet: FleetFile, *, is_open: bool) -> None:
     """Raises ConfigError. `is_open`: the file says that the Conductor needs no TLS of its own."""
     _names(fleet)
     _nodes(fleet)
+    _members(fleet)
     _roles(fleet)
     _models(fleet)
     _ports(fleet)
@@ -49,11 +50,24 @@ def _nodes(fleet: FleetFile) -> None:
     known = [it.name for it in fleet.nodes]
     for it in fleet.instances:
         if it.node is not None and it.node not in known:
+            if fleet.conductor.members is not None and not started(it):
+                continue  # one that the directory lists
             hint = f"did you mean {nearest(it.node, known)}?" if known else "there are no `nodes`"
             raise ConfigError(f"instances: {it.name}: there is no node {it.node}; {hint}")
     sockets = [it.socket for it in fleet.nodes if it.socket]
     if twice := next((it for it in sockets if sockets.count(it) > 1), None):
         raise ConfigError(f"nodes: two have the socket {twice}; leave one of them")
+
+
+def _members(fleet: FleetFile) -> None:
+    members = fleet.conductor.members
+    if members is None:
+        return
+    if fleet.directory is None:
+        raise ConfigError("conductor.members: there is no `directory` that lists them; name the nodes' own")
+    files = {"tls_cert": members.tls_cert, "tls_key": members.tls_key, "tls_ca": members.tls_ca}
+    if any(files.values()) and (missing := next((it for it, path in files.items() if path is None), None)):
+        raise ConfigError(f"conductor.members.{missing}: is missing; TLS needs tls_cert, tls_key and tls_ca")
 
 
 def _roles(fleet: FleetFile) -> None:

@@ -14,15 +14,19 @@ from headwater.places import mask
 
 
 def dump(fleet: FleetFile) -> dict[str, Any]:
-    """All of it as values that can be written as JSON or YAML, without secrets: keys' digests, passwords, variables
-    that hold secrets."""
+    """All of it as values that can be written as JSON or YAML, without secrets: keys and their digests, passwords,
+    variables that hold secrets."""
     masked = replace(
         fleet,
         nodes=tuple(
             replace(it, settings={name: mask(text) for name, text in it.settings.items()}) for it in fleet.nodes
         ),
         instances=tuple(
-            replace(it, environment={name: masked_variable(name, text) for name, text in it.environment.items()})
+            replace(
+                it,
+                environment={name: masked_variable(name, text) for name, text in it.environment.items()},
+                api_key=masked_variable("API_KEY", it.api_key) if it.api_key else "",
+            )
             for it in fleet.instances
         ),
         tenants=tuple(replace(it, keys=tuple(f"sha256:{MASK}" for _ in it.keys)) for it in fleet.tenants),

@@ -47,6 +47,10 @@ class InstanceSpec:
     capacity_tokens: int | None = None
     """Of its KV cache; None: it is asked."""
     block_tokens: int | None = None
+    api_key: str = field(default="", repr=False)
+    """What an engine that somebody else runs wants to be asked with; '' for nothing."""
+    api_key_file: str | None = None
+    """Where that was read from, if it was a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,23 @@ class Times:
     stalled_s: float = 60.0
     """A client that reads nothing of what is sent."""
     drain_s: float = 10.0
+    """What is under way when the Conductor is told to end."""
+    roll_s: float = 3600.0
+    """What is under way when its worker is replaced by another one."""
     wait_s: float = 30.0
     """A request that waits for admission."""
+
+
+@dataclass(frozen=True, slots=True)
+class MembersSpec:
+    """How the Conductor is a guest among the nodes of its cluster: by what it proves that it may be, as they do."""
+
+    name: str = "conductor"
+    """Its own; with certificates, one that its certificate is for."""
+    token_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +134,8 @@ class ConductorSpec:
     explained: int = 10_000
     """How many requests are remembered for `explain`."""
     index_keys: int = 1 << 22
+    members: MembersSpec | None = None
+    """Nodes that the directory lists, and that have no `socket` here, are watched, too."""
     networks: tuple[str, ...] = ()
     """Where instances may be that register at run time, besides loopback: 10.0.0.0/8."""
     limits: Limits = field(default_factory=Limits)

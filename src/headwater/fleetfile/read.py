@@ -20,7 +20,17 @@ from headwater.errors import ConfigError
 from headwater.fleet import Role
 from headwater.fleetfile import words
 from headwater.fleetfile.checks import check
-from headwater.fleetfile.model import ConductorSpec, FleetFile, InstanceSpec, Limits, NodeSpec, Slo, TenantSpec, Times
+from headwater.fleetfile.model import (
+    ConductorSpec,
+    FleetFile,
+    InstanceSpec,
+    Limits,
+    MembersSpec,
+    NodeSpec,
+    Slo,
+    TenantSpec,
+    Times,
+)
 from headwater.fleetfile.secrets import Secrets, long_enough
 from headwater.fleetfile.tables import (
     Read,
@@ -151,10 +161,18 @@ def _instance(secrets: Secrets) -> dict[str, Read]:
         "ranks": plain(whole_number(1, 64)),
         "capacity_tokens": _COUNT,
         "block_tokens": plain(whole_number(1, 65536)),
+        "api_key": lambda value, place: words.api_key(secrets.named(value, place).strip(), place),
+        "api_key_file": lambda value, place: _key_file(value, place, secrets),
         **_defaults(secrets),
     }
 
 
+def _key_file(value: object, place: str, secrets: Secrets) -> tuple[str, str]:
+    """Where a key is, and the key."""
+    return secrets.private_path(value, place), words.api_key(secrets.content(value, place), place)
+
+
+KEYS = ("api_key", "api_key_file")
 STARTED = ("flags", "environment", "port", "count")
 ONE = ("port", "events", "replay", "url")
 
@@ -166,6 +184,8 @@ def _instances(top: Mapping[str, Any]) -> tuple[InstanceSpec, ...]:
         place = f"instances.{at}"
         if "url" in given and (odd := [it for it in STARTED if it in given]):
             raise ConfigError(f"{place}.{odd[0]}: somebody else starts the instance that has a `url`")
+        if "url" not in given and (odd := [it for it in KEYS if it in given]):
+            raise ConfigError(f"{place}.{odd[0]}: is for a `url`; start this engine with VLLM_API_KEY by `environment`")
         count = given.get("count")
         if count is not None and (odd := [it for it in ONE if given.get(it)]):
             raise ConfigError(f"{place}.{odd[0]}: is of one instance, and there are {count}; leave it out")
@@ -188,6 +208,10 @@ def _inherited(given: Mapping[str, Any], top: Mapping[str, Any], place: str) -> 
     if "model" not in whole:
         raise ConfigError(f"{place}.model: is missing, here and at the top; write it")
     whole.setdefault("served_name", whole["model"])
+    if "api_key_file" in whole:
+        if "api_key" in whole:
+            raise ConfigError(f"{place}.api_key: is there together with api_key_file; leave one of them")
+        whole["api_key_file"], whole["api_key"] = whole["api_key_file"]
     if whole.get("events") is False:
         whole |= {"events": None, "events_off": True}
         if whole.pop("replay", None):
@@ -226,6 +250,7 @@ def _conductor(value: object, place: str, secrets: Secrets) -> tuple[ConductorSp
             "tls_key": secrets.private_path,
             "explained": plain(whole_number(0, 10_000_000)),
             "index_keys": plain(whole_number(1024, 1 << 28)),
+            "members": lambda value, place: _members(value, place, secrets),
             "networks": rows(plain(words.network)),
             "limits": _limits,
             "times": _times,
@@ -233,6 +258,12 @@ def _conductor(value: object, place: str, secrets: Secrets) -> tuple[ConductorSp
     )
     is_open = found.pop("tls", None) is not None
     return ConductorSpec(**found), is_open
+
+
+def _members(value: object, place: str, secrets: Secrets) -> MembersSpec:
+    files: dict[str, Read] = {"token_file": secrets.private_path, "tls_key": secrets.private_path}
+    files |= {"tls_cert": secrets.path, "tls_ca": secrets.path}
+    return MembersSpec(**read_table(value, place, {"name": plain(words.name)} | files))
 
 
 def _tls_off(value: object, place: str) -> bool:

@@ -22,6 +22,7 @@ LIMIT_BYTES = 1 << 32
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_API_KEY = re.compile(r"[!-~]{1,4096}")
 _HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}")
 TAKEN = {
     "--port": "port",
@@ -109,6 +110,13 @@ def key_digest(value: object) -> str:
     if not isinstance(value, str) or not _DIGEST.fullmatch(value.strip().lower()):
         raise ConfigError("no digest of a key; write sha256: and 64 hexadecimal digits (`headwater conductor key`)")
     return value.strip().lower()
+
+
+def api_key(content: str, place: str) -> str:
+    """A key that goes into a header as it is. What is wrong is not quoted."""
+    if content and not PLACEHOLDER.fullmatch(content) and not _API_KEY.fullmatch(content):
+        raise ConfigError(f"{place}: no key of up to 4096 printable ASCII characters without spaces")
+    return content
 
 
 def as_text(value: object, between: str) -> object:

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from headwater.fleetfile.model import ConductorSpec, FleetFile, InstanceSpec, Slo, TenantSpec
+from headwater.fleetfile.secrets import PLACEHOLDER
 
 
 def as_tree(fleet: FleetFile, secret_file: str | None) -> dict[str, Any]:
@@ -35,8 +36,12 @@ def as_tree(fleet: FleetFile, secret_file: str | None) -> dict[str, Any]:
 
 def _instance(it: InstanceSpec) -> dict[str, Any]:
     found = _changed(it, InstanceSpec("", "", ""))
-    for name in ("port", "flags", "environment", "events_off"):
+    for name in ("port", "flags", "environment", "events_off", "api_key"):
         found.pop(name, None)
+    # An engine that is started with a key wants it from whoever asks.
+    key = it.api_key or it.environment.get("VLLM_API_KEY", "")
+    if it.api_key_file is None and PLACEHOLDER.fullmatch(key):
+        found["api_key"] = key
     if it.events_off:
         found["events"] = "off"
     return found
@@ -46,12 +51,10 @@ def _changed(it: Any, default: Any) -> dict[str, Any]:
     """The fields of a dataclass that are not as they are by default, as plain values."""
     found = {}
     for each in fields(it):
-        value = getattr(it, each.name)
-        if value == getattr(default, each.name):
+        value, usual = getattr(it, each.name), getattr(default, each.name)
+        if value == usual:
             continue
-        found[each.name] = (
-            _changed(value, getattr(default, each.name)) if hasattr(value, "__slots__") else _plain(value)
-        )
+        found[each.name] = _changed(value, usual or type(value)()) if hasattr(value, "__slots__") else _plain(value)
     return found
 
 

@@ -53,16 +53,17 @@ class Family(NamedTuple):
 
 
 FAMILIES: dict[str, Family] = {
-    "refused": Family(Kind.SUM, "Requests that were not served, by the code of the error or by whose limit.", "code"),
+    "refused": Family(Kind.SUM, "Requests that were not served, by the code of the error.", "code"),
+    "limited": Family(Kind.SUM, "Those of them that were too many or waited too long, by the limit.", "limit"),
     "rejected": Family(Kind.SUM, "Requests that admission turned away, by reason.", "reason"),
     "ended": Family(Kind.SUM, "Answers that ended, by how.", "how"),
     "outcomes": Family(Kind.SUM, "Requests that were routed, by what became of them.", "outcome"),
     "lost": Family(Kind.SUM, "Requests that an instance lost, by why.", "why"),
-    "prefill_lost": Family(Kind.SUM, "Requests that a prefill instance lost."),
+    "prefill_lost": Family(Kind.SUM, "Requests that a prefill instance lost, by why.", "why"),
     "moved": Family(Kind.SUM, "Streams that another instance went on with."),
     "unmoved": Family(Kind.SUM, "Streams that no other instance could go on with, by reason.", "reason"),
     "instances_changed": Family(Kind.SUM, "How often an instance went out or came back.", "how"),
-    "unpaired": Family(Kind.SUM, "Requests that an instance with a role served alone, as nobody took the other part."),
+    "unpaired": Family(Kind.SUM, "Requests that one instance of a fleet with roles served alone, by why.", "why"),
     "handoffs": Family(Kind.SUM, "Prompts' KV on its way from prefill to decode: stored in time, or late.", "how"),
     "prefetches": Family(Kind.SUM, "Prefetches that were ordered from nodes, or dropped.", "how"),
     "prompt_tokens": Family(Kind.SUM, "Tokens of prompts whose answers have ended."),

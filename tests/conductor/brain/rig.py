@@ -205,6 +205,7 @@ class BrainRig:
         **brain: Any,
     ) -> None:
         self.timers = brain.pop("timers", None) or MadeTimers()
+        brain.setdefault("prior", Rates(times, measured=True))
         about = ConductorSpec(
             policy=policy,
             admission=admission,
@@ -216,9 +217,7 @@ class BrainRig:
         specs = tuple(spec(f"i{number}", capacity_tokens=capacity_tokens) for number in range(count_))
         self.file = FleetFile("fleet.yaml", (), specs, about, slo or Slo(), tenants)
         self.roster, self.sight, self.counts = Roster(self.file, times), MadeSight(), Counts()
-        self.brain = FleetBrain(
-            self.file, self.roster, self.sight, self.counts, self.timers, name=name, prior=Rates(times), **brain
-        )
+        self.brain = FleetBrain(self.file, self.roster, self.sight, self.counts, self.timers, name=name, **brain)
         self.times, self.quiet = times, quiet
         self.free_s: dict[int, float] = {}
         self.computed: dict[int, list[int]] = {}

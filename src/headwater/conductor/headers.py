@@ -1,0 +1,54 @@
+"""What a client is told of where its request went: the `x-headwater-...` headers, made once for each way to go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headwater.fleet import Choice, Place
+from headwater.fleetfile.model import InstanceSpec
+
+HEADERS_MOST = 4096
+"""Of so many ways the headers are kept."""
+
+
+class Said:
+    """The headers of choices. Instances are told apart by their numbers, as long as these are theirs."""
+
+    def __init__(self) -> None:
+        self._labels: dict[int, tuple[bytes, bytes]] = {}
+        """Of an instance, its name and its node's."""
+        self._made: dict[tuple[int, int, int, int, Place | None], Mapping[bytes, bytes]] = {}
+
+    def __repr__(self) -> str:
+        return f"Said({len(self._labels)} instances, {len(self._made)} ways)"
+
+    def joined(self, number: int, spec: InstanceSpec) -> None:
+        """An instance is there, and nobody's labels are those of who had its number before."""
+        self._labels[number] = spec.name.encode(), (spec.node or "").encode()
+        self._made.clear()
+
+    def left(self, number: int) -> None:
+        """Its number may be given to another."""
+        self._labels.pop(number, None)
+
+    def of(self, choice: Choice) -> Mapping[bytes, bytes]:
+        """What is said of a choice; not to be changed."""
+        key = (choice.prefill, choice.decode, choice.cached_tokens, choice.fetched_tokens, choice.source)
+        headers = self._made.get(key)
+        if headers is None:
+            if len(self._made) >= HEADERS_MOST:
+                self._made.clear()
+            headers = self._made[key] = self._make(choice)
+        return headers
+
+    def _make(self, choice: Choice) -> Mapping[bytes, bytes]:
+        instance, node = self._labels[choice.decode]
+        reuse = f"device={choice.cached_tokens}"
+        if choice.source is not None:
+            reuse = f"{reuse}, {choice.source.tier.name.lower()}={choice.fetched_tokens}"
+        headers = {b"x-headwater-instance": instance, b"x-headwater-reuse": reuse.encode()}
+        if choice.prefill != choice.decode:
+            headers[b"x-headwater-prefill"] = self._labels[choice.prefill][0]
+        if node:
+            headers[b"x-headwater-node"] = node
+        return headers
