@@ -89,6 +89,9 @@ class Client:
             self.size_bytes += len(data)
             self.changed.set()
 
+    def channel(self) -> tuple[Channel, int]:
+        return Channel(self), -1
+
     def end(self) -> None:
         self.closed = True
         self.changed.set()
@@ -115,6 +118,25 @@ class Client:
         await self.until(lambda: self.closed)
 
 
+class Channel:
+    """Takes chunks apart again."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def write(self, data: bytes) -> None:
+        size, _, rest = data.partition(b"\r\n")
+        assert rest[-2:] == b"\r\n", data
+        assert int(size, 16) == len(rest) - 2, data
+        self._client.send(rest[:-2])
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
 class Brain_(Brain):
     """Sends to the instances in turn, as often as it is told to; says what it was told."""
 
@@ -125,6 +147,7 @@ class Brain_(Brain):
         self.holds = False
         """Whether those that are lost wait."""
         self.waiting: list[tuple[Sent, Refused]] = []
+        self.patient_s = 60.0
         self.hands_over = True
         self.waiting_to_hand_over: Callable[[], None] | None = None
 
@@ -136,6 +159,9 @@ class Brain_(Brain):
 
     def started(self, job: Job) -> None:
         self.told.append("started")
+
+    def patience_s(self, job: Job) -> float:
+        return self.patient_s
 
     def prefilled(self, job: Job, why: str, then: Callable[[], None]) -> None:
         self.told.append(f"prefilled {why}".rstrip())

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from headwater._kernels.events import REPORTED
 from headwater.conductor.http.exchange import Headers
 from headwater.conductor.job import Kind, Phase, Refusal
-from headwater.conductor.legs import REPORTED_TOKENS, room_of
+from headwater.conductor.legs import room_of
 from headwater.fleetfile.model import Times
 from tests.conductor.engine import Engine, Gate, Script, events_of
 from tests.conductor.relays import DEADLINE_S, Client, House, house, run, small, straight
@@ -434,7 +435,7 @@ def test_a_client_that_leaves_while_it_is_sent_something(monkeypatch: pytest.Mon
     """All is told once, and nothing after it."""
 
     async def test() -> None:
-        async with house(1, interval=REPORTED_TOKENS) as it:
+        async with house(1, interval=REPORTED) as it:
             monkeypatch.setattr("tests.conductor.relays.Client", Leaver)
             monkeypatch.setattr(Leaver, "word", word)
             if word == b"stream_lost":

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from headwater.conductor import bodies
-from headwater.conductor.answers import error_body, error_event, refuse, refuse_bad
+from headwater.conductor.answers import error_event, refuse, refuse_bad
+from headwater.conductor.http.answers import error_body
 from headwater.conductor.http.exchange import Headers, Request
 from headwater.conductor.job import BadRequest, Job, Kind, Refusal
 from headwater.conductor.outbound import body_to, endpoint, headers_to, prefill_body, replay_body
@@ -121,8 +122,9 @@ def test_the_clients_headers_stay_here() -> None:
         InstanceSpec("i", "m", "m", environment={"VLLM_API_KEY": "own"}),
         InstanceSpec("i", "m", "m", flags=("--api-key", "own")),
         InstanceSpec("i", "m", "m", flags=("--x", "--api-key=own")),
+        InstanceSpec("i", "m", "m", url="http://10.0.0.5:80", api_key="own"),
     ],
-    ids=["environment", "flag", "flag-with-value"],
+    ids=["environment", "flag", "flag-with-value", "file"],
 )
 def test_an_instance_gets_its_own_key(spec: InstanceSpec) -> None:
     assert (b"authorization", b"Bearer own") in headers_to(endpoint(spec), job_of(CHAT))

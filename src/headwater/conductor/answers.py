@@ -1,29 +1,15 @@
-"""Answers of our own: OpenAI's error bodies, when to come back, and errors within a stream."""
+"""Answers of our own: refusals in OpenAI's form, when to come back, and errors within a stream."""
 
 from __future__ import annotations
 
 import math
 
-import msgspec
-
+from headwater.conductor.http.answers import error_body
 from headwater.conductor.http.exchange import Exchange, Headers, Reply
 from headwater.conductor.job import BadRequest, Refusal
 
 JSON = (b"content-type", b"application/json")
 DONE = b"data: [DONE]\n\n"
-KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-}
-"""OpenAI's `type` by status; the other 4xx are invalid_request_error, the other 5xx server_error."""
-
-
-def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> bytes:
-    """OpenAI's error body. `message` has to be of ours: nothing of a prompt, no address, no key."""
-    return msgspec.json.encode({"error": _error(status, message, code, param)})
 
 
 def error_event(status: int, message: str, code: str | None = None) -> bytes:
@@ -51,8 +37,3 @@ def refuse_bad(exchange: Exchange, error: BadRequest, headers: Headers | None = 
 def retry_after(seconds: float | None) -> Headers:
     """The header, in whole seconds and at least one; none where nobody knows."""
     return [] if seconds is None else [(b"retry-after", b"%d" % max(1, math.ceil(seconds)))]
-
-
-def _error(status: int, message: str, code: str | None, param: str | None) -> dict[str, str | None]:
-    kind = KINDS.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
-    return {"message": message, "type": kind, "param": param, "code": code}

@@ -9,18 +9,17 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headwater._kernels.events import TokenEvents
 from headwater.conductor import tokenids
-from headwater.conductor.http.exchange import Exchange, Headers
+from headwater.conductor.http.exchange import Exchange, Headers, Quick
 from headwater.conductor.job import Job
 from headwater.conductor.replay import EngineError, Story, Translator, Unmovable
 from headwater.conductor.sse import Events, EventTooLong, each, payload
 from headwater.fleetfile.model import Limits
 
-REPORTED_TOKENS = 16
-"""The brain hears of an answer's progress about so often."""
 SMALL_BYTES = 1 << 20
 """Of answers that only we read."""
-_TOKENS, _CHOICE, _END = b',"token_ids":[', b'"choices":[{', b"\n\n"
+_END = b"\n\n"
 _NOT_OURS = frozenset({401, 403})
 """An instance that does not take our key: nothing that the client could change."""
 
@@ -145,6 +144,8 @@ class Whole:
 
     __slots__ = ("_body", "_owner")
 
+    quick = None
+
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._body: Body | None = None
@@ -170,40 +171,25 @@ class Whole:
 
 class Stream:
     """A stream as its instance sends it. Its first events are held until the first token is there: up to then nothing
-    was sent, and any other instance can be asked instead."""
+    was sent, and any other instance can be asked instead. From then on nearly all of it goes by `quick`."""
 
-    __slots__ = (
-        "_answering",
-        "_body",
-        "_done",
-        "_events",
-        "_held",
-        "_job",
-        "_journal",
-        "_journal_bytes",
-        "_last",
-        "_limit_bytes",
-        "_obstacle",
-        "_owner",
-        "_send",
-        "_strips",
-        "_unreported",
-    )
+    __slots__ = ("_answering", "_body", "_done", "_events", "_held", "_job", "_obstacle", "_owner", "_run", "_strips")
 
     def __init__(self, owner: Owner, obstacle: str) -> None:
         """`obstacle`: why it could not be moved; '' if it can, and then its ids were asked for."""
-        self._owner, self._job, self._send = owner, owner.job, owner.exchange.send
+        self._owner, self._job, self._obstacle = owner, owner.job, obstacle
         self._events = Events(owner.limits.event_bytes)
         self._body: Body | None = None
-        self._obstacle = obstacle
         self._strips = not owner.job.parsed.wants_ids
-        self._limit_bytes = owner.limits.replay_bytes
-        self._journal: list[bytes] = []
-        self._journal_bytes = 0
+        keep_bytes = 0 if obstacle else owner.limits.replay_bytes
+        self._run = TokenEvents(owner.job, strips=self._strips, keep_bytes=keep_bytes)
         self._held: list[bytes] = []
-        self._last = b""
         self._answering = self._done = False
-        self._unreported = 0
+
+    @property
+    def quick(self) -> Quick | None:
+        """See `Sink`."""
+        return self._run.feed if self._answering and not self._done and not self._events.parts else None
 
     def head(self, status: int, headers: Headers) -> None:
         """See `Sink`."""
@@ -212,14 +198,7 @@ class Stream:
             self._body = Body(status, headers, self._owner.limits.answer_bytes)
 
     def data(self, data: bytes) -> None:
-        """See `Sink`. Nearly always one event with tokens, which is done with here."""
-        if self._answering and not self._done and not self._events.parts and data.find(_END) == len(data) - 2:
-            out = self._token_event(data)
-            if out is not None:
-                self._send(out)
-                if self._unreported >= REPORTED_TOKENS:
-                    self._report()
-                return
+        """See `Sink`."""
         if self._body is not None:
             if not self._body.add(data):
                 self._owner.too_long()
@@ -233,55 +212,32 @@ class Stream:
             return
         if events:
             self._pass_each(events)
+        else:
+            self._report()
 
     def _pass_each(self, events: bytes) -> None:
         out: list[bytes] = []
         broken = False
         try:
             for event in each(events):
-                quick = self._token_event(event) if self._answering else None
-                out.append(self._one(event) if quick is None else quick)
+                taken = self._run.take(event) if self._answering and not self._done else None
+                out.append(self._one(event) if taken is None else taken)
         except EngineError:
             broken = True
         said = b"".join(out)
         if said:
-            self._send(said)
+            self._owner.exchange.send(said)
         if broken:
             self._owner.cut("error")
         elif self._done:
             self._owner.finished()
-        elif self._unreported >= REPORTED_TOKENS:
+        else:
             self._report()
 
-    def _token_event(self, event: bytes) -> bytes | None:
-        """What is sent for an event that brings tokens; None for others, for which `_one` is."""
-        at = event.find(_TOKENS) + len(_TOKENS)
-        end = event.find(b"]", at)
-        if at >= len(_TOKENS) and end >= 0:
-            count = event.count(b",", at, end) + (end > at)
-            out = event[: at - 1] + b"null" + event[end + 1 :] if self._strips else event
-        elif _CHOICE in event:
-            count, out = 1, event
-        else:
-            return None
-        self._job.answered_tokens += count
-        self._unreported += count
-        self._last = event
-        if not self._obstacle:
-            self._keep(event)
-        return out
-
     def _report(self) -> None:
-        self._unreported = 0
-        self._owner.progressed()
-
-    def _keep(self, event: bytes) -> None:
-        """For those who would have to go on with it."""
-        self._journal.append(event)
-        self._journal_bytes += len(event)
-        if self._journal_bytes > self._limit_bytes:
-            self._obstacle = "long"
-            self._journal.clear()
+        """The brain hears of an answer's progress now and then."""
+        if self._run.report():
+            self._owner.progressed()
 
     def _one(self, event: bytes) -> bytes:
         """What is sent for one event. Raises EngineError."""
@@ -295,10 +251,7 @@ class Stream:
         if self._done or said is None:
             out = event if said is not None else b""
         else:
-            self._last = event
-            if not self._obstacle:
-                self._keep(event)
-            self._job.answered_tokens += said
+            self._run.add(event, said)
             out = tokenids.without(event) if self._strips else event
         if self._answering:
             return out
@@ -329,6 +282,9 @@ class Stream:
     def _open(self) -> bytes:
         self._answering = True
         self._owner.begin()
+        channel = self._owner.exchange.channel()
+        if channel is not None:
+            self._run.begin(*channel)
         held = b"".join(self._held)
         self._held.clear()
         return held
@@ -355,23 +311,24 @@ class Stream:
 
     def story(self) -> Story:
         """What the client was told. Raises Unmovable."""
-        if self._obstacle:
-            raise Unmovable(self._obstacle)
+        if self._obstacle or not self._run.keeps:
+            raise Unmovable(self._obstacle or "long")
         story = Story(self._job.parsed)
-        for events in self._journal:
-            story.read(events)
+        story.read(self._run.kept())
         return story
 
     def is_said(self) -> bool:
-        """Whether all was sent but [DONE], as far as one sees without a journal."""
+        """Whether all was sent but [DONE], as far as one sees of the last event."""
         parsed = self._job.parsed
-        return parsed.n == 1 and not parsed.include_usage and b'"finish_reason":"' in self._last
+        return parsed.n == 1 and not parsed.include_usage and self._run.ends
 
 
 class Moved:
     """The rest of a stream, from another instance."""
 
     __slots__ = ("_body", "_events", "_owner", "_says", "_story", "_translator")
+
+    quick = None
 
     def __init__(self, owner: Owner, story: Story, translator: Translator) -> None:
         self._owner, self._story, self._translator = owner, story, translator
@@ -439,6 +396,8 @@ class Small:
     `why` says why."""
 
     __slots__ = ("_body", "_done", "why")
+
+    quick = None
 
     def __init__(self, done: Callable[[int, bytes], None]) -> None:
         self._done = done

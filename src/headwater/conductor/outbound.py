@@ -39,12 +39,15 @@ class Endpoint(NamedTuple):
     """Whether it knows priorities; vLLM refuses them otherwise."""
 
 
+def credentials(spec: InstanceSpec) -> Headers:
+    """What all that an instance is asked carries: its key, if it has any, by the file or as it is started with."""
+    key = spec.api_key or spec.environment.get("VLLM_API_KEY") or _flag(spec, "--api-key")
+    return [(b"authorization", b"Bearer " + key.encode())] if key else []
+
+
 def endpoint(spec: InstanceSpec) -> Endpoint:
-    """Of an instance. Its key is what it is started with, if anything."""
-    key = spec.environment.get("VLLM_API_KEY") or _flag(spec, "--api-key")
-    headers = [(b"content-type", b"application/json")]
-    if key:
-        headers.append((b"authorization", b"Bearer " + key.encode()))
+    """Of an instance."""
+    headers = [(b"content-type", b"application/json"), *credentials(spec)]
     return Endpoint(spec, headers, _flag(spec, "--scheduling-policy") == "priority")
 
 

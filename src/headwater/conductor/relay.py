@@ -25,8 +25,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headwater.conductor import outbound
-from headwater.conductor.answers import DONE, JSON, error_body, error_event, refuse
+from headwater.conductor.answers import DONE, JSON, error_event, refuse
 from headwater.conductor.counts import Counts
+from headwater.conductor.http.answers import error_body
 from headwater.conductor.http.exchange import Call, Headers, Sink, Upstreams
 from headwater.conductor.job import Job, Phase, Refusal, Target
 from headwater.conductor.legs import Moved, Small, Stream, Usage, Whole, room_of, usage_of
@@ -137,14 +138,15 @@ class Passage:
     def _prefill(self, number: int) -> None:
         path = outbound.PATHS[self.job.parsed.kind]
         body = outbound.prefill_body(self._relay.endpoint(number), self.job)
-        self._place(number, "POST", path, body, Small(self._prefilled))
+        first_s = min(self._relay.brain.patience_s(self.job), self._relay.times.first_s)
+        self._place(number, "POST", path, body, Small(self._prefilled), first_s)
 
     def _prefilled(self, status: int, body: bytes) -> None:
         leg, self._leg, self._call = self._leg, None, None
         why = ""
         if status != 200 or (usage := usage_of(body)) is None:
             why = leg.why if isinstance(leg, Small) and leg.why else "status" if status != 200 else "error"
-            self._relay.counts.add("prefill_lost")
+            self._relay.counts.add("prefill_lost", why)
         else:
             self._is_prefilled = True
             self._count_cached(usage)
@@ -236,8 +238,10 @@ class Passage:
         """See `Owner`."""
         self._prompt_tokens = usage.prompt_tokens
         self.job.answered_tokens = usage.completion_tokens or 0
-        if not self._is_prefilled:  # of a pair, the second finds all that the first has computed
+        if not self._is_prefilled:
             self._count_cached(usage)
+        elif usage.prompt_tokens_details is not None:
+            self.job.found_tokens = usage.prompt_tokens_details.cached_tokens
 
     def _count_cached(self, usage: Usage) -> None:
         if usage.prompt_tokens_details is not None:
@@ -259,6 +263,7 @@ class Passage:
         self._drop_call()
         job, relay = self.job, self._relay
         number = self._target.decode
+        relay.counts.add("lost", why)
         job.lost.append(relay.registry.spec(number).name)
         job.phase = Phase.WAITING
         job.answered_tokens = len(self._story.ids) if self._story is not None else 0

@@ -5,8 +5,9 @@ Theory of operation. `starting` says how its parent starts and ends it. Within:
     made       parts, from the bottom up; instances are asked whether they live; nodes and engines are listened to
     READY_S    until the first round of questions is answered, and tokenizers are loaded
     serving    the port is open, the parent is told
-    draining   by SIGTERM, by a lifeline that ends: no new connections; requests that are under way, or still come on
-               those that there are, end within `drain_s`. By POST /drain: requests are refused, and nothing ends
+    draining   by REPLACED, by SIGTERM, by a lifeline that ends: no new connections; requests that are under way, or
+               still come on those that there are, end within `roll_s` after the first of these, within `drain_s` after
+               the others, which may come later. By POST /drain: requests are refused, and nothing ends
     closed     from the top down
 """
 
@@ -33,8 +34,11 @@ from headwater.conductor.counts import Counts
 from headwater.conductor.descriptors import fitting, take_all
 from headwater.conductor.directory_bus import DirectoryBus
 from headwater.conductor.engine_ids import EngineIds
-from headwater.conductor.events.errands import Errands
+from headwater.conductor.events.errands import NodesErrands
+from headwater.conductor.events.lines import by_socket
+from headwater.conductor.events.members import ClusterNodes
 from headwater.conductor.events.sources import Sources
+from headwater.conductor.first import first
 from headwater.conductor.http.server import HttpServer
 from headwater.conductor.http.tls import listener_context
 from headwater.conductor.http.upstream import UpstreamPool
@@ -48,7 +52,7 @@ from headwater.conductor.rotation import Rotation, suffices
 from headwater.conductor.sharing import Bus, Sharing
 from headwater.conductor.sight import Sight
 from headwater.conductor.signals import Signals
-from headwater.conductor.starting import HOPELESS, ROWS_EACH, Start, read_start, say_ready
+from headwater.conductor.starting import HOPELESS, REPLACED, ROWS_EACH, Start, read_start, say_ready
 from headwater.conductor.tenants import KeyedTenants
 from headwater.conductor.tokens.service import TokensService
 from headwater.conductor.workers_bus import WorkersBus
@@ -89,12 +93,19 @@ class Worker:
         self.upstreams = UpstreamPool(about.limits, about.times, self.counts)
         stack.push_async_callback(self.upstreams.stop)
         nodes = [(it.name, it.socket) for it in fleet.nodes]
-        self.sight = Sight([it.name for it in fleet.nodes], about.index_keys)
+        self.sight = Sight(self.roster.nodes, about.index_keys)
         self.sources = Sources(self.sight, nodes, are_joined=fleet.directory is not None)
         stack.push_async_callback(self.sources.close)
-        self.errands = {number: Errands(socket, self.counts) for number, (_, socket) in enumerate(nodes) if socket}
-        for errands in self.errands.values():
-            stack.push_async_callback(errands.close)
+        self.errands = NodesErrands(self.counts)
+        stack.push_async_callback(self.errands.close)
+        for number, (_, socket) in enumerate(nodes):
+            if socket:
+                self.errands.joined(number, by_socket(socket))
+        self.cluster_nodes: ClusterNodes | None = None
+        if about.members is not None and fleet.directory is not None:
+            self.cluster_nodes = ClusterNodes(fleet, about.members, self.roster, self.sources, self.errands)
+            stack.push_async_callback(self.cluster_nodes.close)
+            self.sight.sources["directory"] = self.cluster_nodes.members.state
         self.brain = self._brain()
         self.roster.watch(joined=self._joined, left=self._left)
         for number in self.roster.instances():
@@ -159,7 +170,7 @@ class Worker:
             self.loop,
             name=self.name,
             serial=serial,
-            prefetch=self._prefetch if self.errands else None,
+            prefetch=self._prefetch if self.errands or self.cluster_nodes is not None else None,
         )
         brain.fleet.links = self.sources.links
         brain.choosing.kv_bytes_per_token = self.sight.kv_bytes_per_token
@@ -182,16 +193,17 @@ class Worker:
         self.brain.changed(number, alive)
 
     def _prefetch(self, node: int, model: str, salt: str, keys: Sequence[bytes]) -> None:
-        root, errands = self.sight.root(model, salt), self.errands.get(node)
-        if root is not None and errands is not None:
-            errands.prefetch(root, keys)
+        root = self.sight.root(model, salt)
+        if root is not None:
+            self.errands.prefetch(node, root, keys)
 
     def take_no_more(self) -> None:
         """Refuse new requests."""
         self.app.draining = True
 
-    async def serve(self, ended: asyncio.Event) -> None:
-        """Until `ended`, and then until what is under way has ended or `drain_s` is over. Raises ConfigError."""
+    async def serve(self, replaced: asyncio.Event, ended: asyncio.Event) -> None:
+        """Until one of them, and then until what is under way has ended, or `roll_s` is over, or `drain_s` since
+        `ended`. Raises ConfigError."""
         about = self.fleet.conductor
         await self.control.start(Path(self.start.directory))
         self.polling.start()
@@ -203,8 +215,9 @@ class Worker:
             for name in {it.served_name for it in self.fleet.instances}:
                 self.tokens.verify(name)
             say_ready(self.start)
-            await ended.wait()
-            await self.server.drain(about.times.drain_s)
+            await first(replaced.wait(), ended.wait())
+            if not await first(self.server.drain(about.times.roll_s), ended.wait()):
+                await self.server.drain(about.times.drain_s)
         finally:
             await self.server.close()
 
@@ -218,7 +231,8 @@ class Worker:
 
 async def run(start: Start) -> None:
     """One worker's life. Raises HeadwaterError."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop, replaced, ended = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    loop.add_signal_handler(REPLACED, replaced.set)
     loop.add_signal_handler(signal.SIGTERM, ended.set)
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the parent's business
 
@@ -233,7 +247,7 @@ async def run(start: Start) -> None:
             gc.collect()
             gc.freeze()
             gc.set_threshold(COLLECT_AFTER, 10, 10)
-            await worker.serve(ended)
+            await worker.serve(replaced, ended)
     finally:
         loop.remove_reader(start.lifeline)
 

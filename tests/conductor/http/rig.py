@@ -14,7 +14,7 @@ import uvloop
 
 from headwater.conductor.counts import Counts
 from headwater.conductor.http.connection import Connection
-from headwater.conductor.http.exchange import Exchange, Headers, Origin, Reply
+from headwater.conductor.http.exchange import Exchange, Headers, Origin, Quick, Reply
 from headwater.conductor.http.server import HttpServer
 from headwater.conductor.http.upstream import UpstreamPool
 from headwater.fleetfile.model import Limits, Times
@@ -217,6 +217,8 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes],
 
 class Sink:
     """Takes an instance's answer, and notes all of it."""
+
+    quick: Quick | None = None
 
     def __init__(self) -> None:
         self.status = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 
 from headwater.conductor.http.connection import SMALL_BYTES
@@ -82,8 +83,9 @@ def test_the_sum_of_bodies_is_limited_until_their_answers_end() -> None:
             assert server.buffered_bytes == 2 * len(BODY)
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(request("/hold", BODY)[: -len(BODY)])
-            status, headers, _ = await answer(reader)
+            status, headers, body = await answer(reader)
             assert (status, headers[b"retry-after"]) == (503, b"1")
+            assert json.loads(body)["error"]["type"] == "service_unavailable_error"
             writer.close()
             small, smalls = await held(server, b"x" * SMALL_BYTES)
             await until(lambda: len(handler.held) == 3)

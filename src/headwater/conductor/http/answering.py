@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+from headwater._kernels.events import Transport
 from headwater.conductor.http.answers import bodiless
 from headwater.conductor.http.exchange import Headers, Listener, Request
 
@@ -96,6 +97,13 @@ class Answer:
             transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
             transport.writelines((b"%x\r\n" % len(data), data, b"\r\n"))
+
+    def channel(self) -> tuple[Transport, int] | None:
+        """See `Exchange`."""
+        if not self._chunked or self.closed:
+            return None
+        transport = self._connection.transport
+        return transport, -1 if transport.get_extra_info("sslcontext") else transport.get_extra_info("socket").fileno()
 
     def end(self) -> None:
         """See `Exchange`."""

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from email.utils import formatdate
 from http import HTTPStatus
+
+import msgspec
 
 from headwater.conductor.http.exchange import Headers
 from headwater.conductor.http.parsing import HOP_BY_HOP, Lines
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+"""OpenAI's `type` by status; the other 4xx are invalid_request_error, the other 5xx server_error."""
 _OURS = HOP_BY_HOP | {b"content-length", b"date"}
 """Headers that the server writes itself; what callers say there is left out."""
 _REASONS = {it.value: it.phrase for it in HTTPStatus}
@@ -47,7 +56,7 @@ def _status_line(status: int) -> bytes:
     return line
 
 
-def error_body(status: int, message: str, code: str, param: str | None = None) -> bytes:
-    """OpenAI's form of an error."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
+def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> bytes:
+    """OpenAI's error body. `message` has to be of ours: nothing of a prompt, no address, no key."""
+    kind = KINDS.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})

@@ -46,6 +46,11 @@ class Chunked:
         self._trailer_bytes = 0
         self._limit_bytes = limit_bytes
 
+    @property
+    def between(self) -> bool:
+        """Whether what comes next begins a chunk."""
+        return not self._left and not self._trailers and not self._held
+
     def feed(self, data: bytes, pos: int = 0) -> bytes:
         """The payload in what came, from `pos` on; b'' if there is none. Raises Malformed, with 413 above the limit."""
         if not self._left and not self._trailers and not self._held:

@@ -31,6 +31,7 @@ from enum import Enum, auto
 from math import inf
 from typing import Any, Protocol, cast
 
+from headwater._kernels.messages import split
 from headwater.conductor.counts import Counts
 from headwater.conductor.http.answering import JOIN_BYTES, Answer
 from headwater.conductor.http.answers import CONTINUE, Heads, error_body
@@ -62,6 +63,7 @@ _HUNG_UP = (7, 8)
 JSON = (b"content-type", b"application/json")
 _INT = struct.Struct("i")
 _known = Known(parse_request)
+_stated = _known.stated
 
 
 class Owner(Protocol):
@@ -116,6 +118,8 @@ class Connection(asyncio.Protocol):
         "_chunked",
         "_counted_bytes",
         "_head",
+        "_head_bytes",
+        "_head_lines",
         "_held",
         "_keep",
         "_peer",
@@ -123,6 +127,7 @@ class Connection(asyncio.Protocol):
         "_phase",
         "_reader",
         "_server",
+        "_small_bytes",
         "_taking",
         "_times",
         "_unread",
@@ -140,6 +145,8 @@ class Connection(asyncio.Protocol):
         self._times = server.times
         self._phase = _HEAD
         self._reader = HeadReader(server.limits)
+        self._head_bytes, self._head_lines = server.limits.header_bytes, server.limits.headers
+        self._small_bytes = min(SMALL_BYTES, server.limits.body_bytes)
         self._head: RequestHead
         """Of the present request."""
         self._answer: Answer | None = None
@@ -182,6 +189,15 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
         phase = self._phase
+        if phase is _HEAD and not (self._held or self._blank or self.full or self._reader.partial):
+            whole = split(data, self._head_bytes, self._head_lines)
+            if whole is not None:
+                head = _stated.get(whole[0])
+                if head is not None and head.length is not None and len(whole[1]) <= self._small_bytes:
+                    # Nearly all requests: one piece, and a head that was read before.
+                    self._begin(head)
+                    self._handle(whole[1])
+                    return
         if phase is _ANSWERING or self._held:
             self._hold(data)
         elif phase is _HEAD or phase is _BODY:
@@ -268,7 +284,7 @@ class Connection(asyncio.Protocol):
 
     def _read_head(self, data: bytes, pos: int) -> int:
         reader = self._reader
-        fresh = not reader.begun
+        fresh = not reader.partial
         if fresh and (data[pos] == 13 or self._blank):
             pos = self._skip_blank(data, pos)
             if pos == len(data):
@@ -281,9 +297,7 @@ class Connection(asyncio.Protocol):
         self._blank = 0
         after, raw = found
         head, length = _known.read(raw)
-        self._head = head
-        self.chunks = head.is_1_1
-        self._keep = head.keep
+        self._begin(head)
         if length is None:
             length = head.length
         if length is not None:
@@ -305,6 +319,11 @@ class Connection(asyncio.Protocol):
         self._chunked = Chunked(self._server.limits.body_bytes) if length is None else None
         self._body_bytes = length or 0
         return after
+
+    def _begin(self, head: RequestHead) -> None:
+        self._head = head
+        self.chunks = head.is_1_1
+        self._keep = head.keep
 
     def _skip_blank(self, data: bytes, pos: int) -> int:
         """Pass over an empty line before a request, as old clients send after a body (RFC 9112, 2.2)."""
@@ -362,7 +381,7 @@ class Connection(asyncio.Protocol):
 
     def _handle(self, body: bytes) -> None:
         head = self._head
-        request = Request(head.method, head.path, head.query, head.headers.copy(), body, self._peer)
+        request = Request(head.method, head.path, head.query, head.headers, body, self._peer)
         self._phase = _ANSWERING
         self._asked = True
         self.deadline_s = inf
@@ -444,7 +463,7 @@ class Connection(asyncio.Protocol):
     @property
     def idle(self) -> bool:
         """Between two requests."""
-        return self._phase is _HEAD and not self._reader.begun
+        return self._phase is _HEAD and not self._reader.partial
 
     def leave(self) -> None:
         """The server drains: an idle connection is closed. On one that is new a request is on its way: it was made

@@ -8,14 +8,20 @@ Nothing is called after `end`, `lost`, `abort` or `Listener.gone`; calls that co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeAlias
+
+from headwater._kernels.events import Transport
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 """Names in lower case."""
+Quick: TypeAlias = Callable[[bytes], int]
+"""0: nothing was done, read it with care. 1: it is done with. 2: so it is, and `Sink.data` is called with nothing."""
 
 
 class Request(NamedTuple):
-    """A whole request, within the limits. `path` and `query` are as they were sent, not decoded."""
+    """A whole request, within the limits. `path` and `query` are as they were sent, not decoded. `headers` are not to
+    be changed: others see the same list."""
 
     method: str
     path: str
@@ -75,6 +81,10 @@ class Exchange(Protocol):
     def send(self, data: bytes) -> None:
         """More of its body."""
 
+    def channel(self) -> tuple[Transport, int] | None:
+        """Where chunks are written that the caller has framed (RFC 9112, 7.1), once it is started, and the socket, -1
+        if only the transport knows how to write; None if there are no chunks in this answer."""
+
     def end(self) -> None:
         """The end of its body."""
 
@@ -94,10 +104,15 @@ class Sink(Protocol):
     """Who takes an instance's answer."""
 
     def head(self, status: int, headers: Headers) -> None:
-        """Status and headers; hop-by-hop headers are already taken out."""
+        """Status and headers, without hop-by-hop headers and Content-Length. They are not to be changed: others see the
+        same list."""
 
     def data(self, data: bytes) -> None:
-        """A piece of the body, without its framing."""
+        """A piece of the body, without its framing; none, when `quick` says so."""
+
+    @property
+    def quick(self) -> Quick | None:
+        """Who takes what comes next in a chunked body, framing and all; looked at between chunks, after `data`."""
 
     def end(self) -> None:
         """The body is complete."""

@@ -101,23 +101,19 @@ _answer_start = _Answers().__getitem__
 class HeadReader:
     """Finds heads in what comes on one connection, within limits."""
 
-    __slots__ = ("_head_bytes", "_lines", "_partial")
+    __slots__ = ("_head_bytes", "_lines", "partial")
 
     def __init__(self, limits: Limits) -> None:
         self._head_bytes, self._lines = limits.header_bytes, limits.headers
-        self._partial = bytearray()
-
-    @property
-    def begun(self) -> bool:
-        """Whether a part of a head is here."""
-        return bool(self._partial)
+        self.partial = bytearray()
+        """The part of a head that is here."""
 
     def read(self, data: bytes, pos: int) -> tuple[int, bytes] | None:
         """Where the head that begins at `pos` ends, and the head without its empty line; None if it goes on.
 
         Raises Malformed, as early as it can be known.
         """
-        if self._partial:
+        if self.partial:
             return self._read_on(data, pos)
         end = data.find(b"\r\n\r\n", pos)
         if end < 0:
@@ -127,7 +123,7 @@ class HeadReader:
         return end + 4, head
 
     def _read_on(self, data: bytes, pos: int) -> tuple[int, bytes] | None:
-        partial, before = self._partial, len(self._partial)
+        partial, before = self.partial, len(self.partial)
         partial += data[pos : pos + self._head_bytes + 1 - before]
         end = partial.find(b"\r\n\r\n", max(0, before - 3))
         if end >= 0:

@@ -23,8 +23,8 @@ class Known(Generic[Head]):
 
     def __init__(self, parse: Callable[[bytes], Head]) -> None:
         self._parse = parse
-        self._stated: dict[bytes, Head] = {}
-        """Heads with a Content-Length, by their bytes without it."""
+        self.stated: dict[bytes, Head] = {}
+        """Heads with a Content-Length, by their bytes without it: as `_kernels.messages.split` leaves them."""
         self._others: dict[bytes, Head] = {}
         """Apart from those, for one must never be taken for the other."""
 
@@ -42,7 +42,7 @@ class Known(Generic[Head]):
         if not digits.isdigit() or len(digits) > _DIGITS_MAX:
             return self._parse(head), None
         key = head[:found] + head[end:]
-        return self._stated.get(key) or self._learn(self._stated, key, head), int(digits)
+        return self.stated.get(key) or self._learn(self.stated, key, head), int(digits)
 
     def _learn(self, heads: dict[bytes, Head], key: bytes, head: bytes) -> Head:
         known = self._parse(head)

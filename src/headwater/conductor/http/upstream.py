@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
+from collections import deque
 from collections.abc import Callable
 
 from headwater.conductor.counts import Counts
@@ -17,6 +18,8 @@ SWEEP_S = 1.0
 IDLE_MAX = 256
 """Idle connections that are kept for each origin."""
 LATE_S = 0.05
+RESTED = 4
+"""Links that have rested and go on in one turn of the loop."""
 CONNECT_ROUNDS = 4
 
 _DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect"}
@@ -35,6 +38,7 @@ class UpstreamPool:
         self._idle: dict[Origin, list[Link]] = {}
         """The one that was used last is used next, so that the others grow old."""
         self._links: set[Link] = set()
+        self._resting: deque[Link] = deque()
         self._opening: dict[asyncio.Task[None], UpstreamCall] = {}
         self._lines = Lines(_DROPPED)
         self._hosts: dict[Origin, bytes] = {}
@@ -92,6 +96,18 @@ class UpstreamPool:
         if len(links) >= IDLE_MAX:
             links.pop(0).cut()
         links.append(link)
+
+    def rest(self, link: Link) -> None:
+        """A link has read much: others first."""
+        if not self._resting:
+            self._loop.call_soon(self._go_on)
+        self._resting.append(link)
+
+    def _go_on(self) -> None:
+        for _ in range(min(RESTED, len(self._resting))):
+            self._resting.popleft().go_on()
+        if self._resting:
+            self._loop.call_soon(self._go_on)
 
     def left(self, link: Link) -> None:
         """A connection has ended."""
@@ -180,8 +196,7 @@ class UpstreamPool:
         self._timer = self._loop.call_later(self._sweep_s, self._sweep) if self._links else None
         now = self.time()
         for link in list(self._links):
-            if link.deadline_s <= now:
-                link.expired()
+            link.look(now)
 
 
 _START: dict[tuple[str, str], bytes] = {}

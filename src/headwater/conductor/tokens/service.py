@@ -313,6 +313,5 @@ def nothing(reason: str) -> Tokenised:
 
 def digest_of(parsed: Parsed, salt: str) -> bytes:
     """Of all that a prompt's ids depend on, of whose it is, and of the day, which templates may tell."""
-    fields = parsed.fields
-    given = [fields.get(name) for name in PROMPT_FIELDS]
+    given = list(map(parsed.fields.get, PROMPT_FIELDS))
     return sha256(_encoder.encode([parsed.model, salt, parsed.salt, parsed.text, today(), given])).digest()

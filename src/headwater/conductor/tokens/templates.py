@@ -6,7 +6,7 @@ A client's own template is never run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import date
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -138,4 +138,4 @@ def asks_for_days(tree: nodes.Template) -> bool:
 
 def today() -> str:
     """The local date, for what is remembered of templates that ask for it."""
-    return datetime.now().strftime("%Y-%m-%d")
+    return date.today().isoformat()

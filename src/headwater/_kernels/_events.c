@@ -1,0 +1,413 @@
+/* headwater._kernels._events: the events of a stream that bring tokens, from an instance's connection to the client's.
+ *
+ * What comes is whole chunks of HTTP (RFC 9112, 7.1) of whole events; anything else is refused as a whole, with nothing
+ * done, and is then read with care in Python.  So this file knows only the form that nearly all of a stream has.  The
+ * contract is in headwater._kernels.events, and so is the same in Python.
+ *
+ * Plain CPython limited API of 3.11.
+ */
+#define PY_SSIZE_T_CLEAN
+#define _GNU_SOURCE
+#include <Python.h>
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/socket.h>
+
+#define RAW_MAX (64 << 10)          /* more at once is no stream of single tokens */
+#define OUT_MAX (RAW_MAX + RAW_MAX / 4) /* `[]`, within at least 15 bytes of its member, becomes `null` */
+#define FRAME_MAX 12
+#define REPORTED 16
+
+static const char TOKENS[] = ",\"token_ids\":[", CHOICE[] = "\"choices\":[{", FINISH[] = "\"finish_reason\":\"";
+#define LENGTH(text) (sizeof(text) - 1)
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *job, *name, *write, *closing, *unsent; /* methods of the client's transport, NULL before `begin` */
+    int fd;                                          /* its socket; -1 if that is not to be written to */
+    char *kept;
+    size_t kept_bytes, room_bytes, limit_bytes;
+    long long unreported;
+    bool strips, keeps, ends;
+} events_t;
+
+/* What came of some events; nothing is changed before all of them are known to be good. */
+typedef struct {
+    char *out;
+    long long tokens;
+    bool ends;
+} found_t;
+
+static const char *find(const char *at, const char *end, const char *what, size_t bytes) {
+    return memmem(at, (size_t)(end - at), what, bytes);
+}
+
+/* One event, to its end; false if it brings no tokens. */
+static bool one(const events_t *it, const char *at, const char *end, found_t *found) {
+    const char *mark = find(at, end, TOKENS, LENGTH(TOKENS)), *first = mark ? mark + LENGTH(TOKENS) : NULL;
+    const char *close = first ? memchr(first, ']', (size_t)(end - first)) : NULL;
+    if (close) {
+        found->tokens += close > first;
+        for (const char *comma = first; (comma = memchr(comma, ',', (size_t)(close - comma))); comma++)
+            found->tokens++;
+    } else if (find(at, end, CHOICE, LENGTH(CHOICE))) {
+        found->tokens++;
+    } else {
+        return false;
+    }
+    if (close && it->strips) {
+        size_t before = (size_t)(first - 1 - at), after = (size_t)(end - close - 1);
+        memcpy(found->out, at, before);
+        memcpy(found->out + before, "null", 4);
+        memcpy(found->out + before + 4, close + 1, after);
+        found->out += before + 4 + after;
+    } else {
+        memcpy(found->out, at, (size_t)(end - at));
+        found->out += end - at;
+    }
+    found->ends = find(at, end, FINISH, LENGTH(FINISH)) != NULL;
+    return true;
+}
+
+/* Whole events, one after the other; false if one of them brings no tokens, or they do not end with an event. */
+static bool all(const events_t *it, const char *at, const char *end, found_t *found) {
+    if (memchr(at, '\r', (size_t)(end - at)))
+        return false;
+    while (at < end) {
+        const char *stop = find(at, end, "\n\n", 2);
+        if (!stop || !one(it, at, stop + 2, found))
+            return false;
+        at = stop + 2;
+    }
+    return true;
+}
+
+static int digit(char it) {
+    if (it >= '0' && it <= '9')
+        return it - '0';
+    it |= 32;
+    return it >= 'a' && it <= 'f' ? it - 'a' + 10 : -1;
+}
+
+/* The payload of the chunk at `*at`, which then is behind it; NULL if it is none that ends before `end`. */
+static const char *payload(const char **at, const char *end, size_t *bytes) {
+    const char *here = *at;
+    size_t size = 0;
+    int value;
+    for (; here < end && here - *at < 8 && (value = digit(*here)) >= 0; here++)
+        size = size * 16 + (size_t)value;
+    if (!size || end - here < 4 || here[0] != '\r' || here[1] != '\n' || size > (size_t)(end - here - 4))
+        return NULL;
+    here += 2;
+    if (here[size] != '\r' || here[size + 1] != '\n')
+        return NULL;
+    *at = here + size + 2;
+    *bytes = size;
+    return here;
+}
+
+/* ---- what is kept and counted ------------------------------------------------------------------------------- */
+
+static void keep_none(events_t *it) {
+    PyMem_Free(it->kept);
+    it->kept = NULL;
+    it->kept_bytes = it->room_bytes = 0;
+    it->keeps = false;
+}
+
+/* Keep an event for whoever would have to go on; false without memory. */
+static bool keep(events_t *it, const char *at, size_t bytes) {
+    if (!it->keeps)
+        return true;
+    size_t need = it->kept_bytes + bytes;
+    if (need > it->limit_bytes) {
+        keep_none(it);
+        return true;
+    }
+    if (need > it->room_bytes) {
+        size_t room = it->room_bytes ? it->room_bytes : 4096;
+        while (room < need)
+            room *= 2;
+        char *grown = PyMem_Realloc(it->kept, room);
+        if (!grown) {
+            PyErr_NoMemory();
+            return false;
+        }
+        it->kept = grown;
+        it->room_bytes = room;
+    }
+    memcpy(it->kept + it->kept_bytes, at, bytes);
+    it->kept_bytes = need;
+    return true;
+}
+
+static bool count(events_t *it, long long tokens) {
+    it->unreported += tokens;
+    PyObject *before = PyObject_GetAttr(it->job, it->name), *more = PyLong_FromLongLong(tokens), *sum = NULL;
+    if (before && more)
+        sum = PyNumber_Add(before, more);
+    bool done = sum && PyObject_SetAttr(it->job, it->name, sum) == 0;
+    Py_XDECREF(before);
+    Py_XDECREF(more);
+    Py_XDECREF(sum);
+    return done;
+}
+
+/* A method's answer as a number; -1 with an exception. */
+static long asked(PyObject *method) {
+    PyObject *answer = PyObject_CallFunctionObjArgs(method, NULL);
+    long value = answer ? PyLong_AsLong(answer) : -1;
+    Py_XDECREF(answer);
+    return value;
+}
+
+/* Write to the client: at once where nothing waits to be written before it, else, or what is left, by the transport.
+ * A socket is closed only after its protocol was told so, which ends this stream: until then `fd` is no other's. */
+static bool put(events_t *it, const char *at, size_t bytes) {
+    if (it->fd >= 0) {
+        long held = asked(it->closing);
+        if (!held)
+            held = asked(it->unsent);
+        if (held < 0 && PyErr_Occurred())
+            return false;
+        ssize_t sent = held ? 0 : send(it->fd, at, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (sent == (ssize_t)bytes)
+            return true;
+        if (sent > 0) {
+            at += sent;
+            bytes -= (size_t)sent;
+        }
+    }
+    PyObject *rest = PyBytes_FromStringAndSize(at, (Py_ssize_t)bytes);
+    PyObject *written = rest ? PyObject_CallFunctionObjArgs(it->write, rest, NULL) : NULL;
+    Py_XDECREF(rest);
+    Py_XDECREF(written);
+    return written != NULL;
+}
+
+/* ---- methods ------------------------------------------------------------------------------------------------ */
+
+static PyObject *feed(events_t *it, PyObject *raw) {
+    char *at, out[FRAME_MAX + OUT_MAX + 2]; /* in front of the events, their frame */
+    Py_ssize_t raw_bytes;
+    if (PyBytes_AsStringAndSize(raw, &at, &raw_bytes) < 0)
+        return NULL;
+    if (!raw_bytes || raw_bytes > RAW_MAX || !it->write)
+        return PyLong_FromLong(0);
+    const char *here = at, *end = at + raw_bytes, *events;
+    found_t found = {out + FRAME_MAX, 0, it->ends};
+    size_t bytes;
+    while (here < end)
+        if (!(events = payload(&here, end, &bytes)) || !all(it, events, events + bytes, &found))
+            return PyLong_FromLong(0);
+    for (here = at; here < end;) {
+        events = payload(&here, end, &bytes);
+        if (!keep(it, events, bytes))
+            return NULL;
+    }
+    it->ends = found.ends;
+    if (!count(it, found.tokens))
+        return NULL;
+    char *start = out + FRAME_MAX;
+    size_t size = (size_t)(found.out - start);
+    *--start = '\n';
+    *--start = '\r';
+    do
+        *--start = "0123456789abcdef"[size & 15];
+    while (size >>= 4);
+    *found.out++ = '\r';
+    *found.out++ = '\n';
+    if (!put(it, start, (size_t)(found.out - start)))
+        return NULL;
+    return PyLong_FromLong(it->unreported < REPORTED ? 1 : 2);
+}
+
+static PyObject *take(events_t *it, PyObject *event) {
+    char *at;
+    Py_ssize_t bytes;
+    if (PyBytes_AsStringAndSize(event, &at, &bytes) < 0)
+        return NULL;
+    char small[4096], *out = (size_t)bytes + 2 > sizeof small ? PyMem_Malloc((size_t)bytes + 2) : small;
+    if (!out)
+        return PyErr_NoMemory();
+    found_t found = {out, 0, false};
+    PyObject *said = NULL;
+    if (!one(it, at, at + bytes, &found)) {
+        said = Py_None;
+        Py_INCREF(said);
+    } else if (keep(it, at, (size_t)bytes) && count(it, found.tokens)) {
+        it->ends = found.ends;
+        said = PyBytes_FromStringAndSize(out, found.out - out);
+    }
+    if (out != small)
+        PyMem_Free(out);
+    return said;
+}
+
+static PyObject *add(events_t *it, PyObject *args) {
+    char *at;
+    Py_ssize_t bytes;
+    long long tokens;
+    PyObject *event;
+    if (!PyArg_ParseTuple(args, "SL:add", &event, &tokens) || PyBytes_AsStringAndSize(event, &at, &bytes) < 0 ||
+        !keep(it, at, (size_t)bytes))
+        return NULL;
+    it->ends = find(at, at + bytes, FINISH, LENGTH(FINISH)) != NULL;
+    if (!count(it, tokens))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *report(events_t *it, PyObject *nothing) {
+    (void)nothing;
+    if (it->unreported < REPORTED)
+        Py_RETURN_FALSE;
+    it->unreported = 0;
+    Py_RETURN_TRUE;
+}
+
+static PyObject *kept(events_t *it, PyObject *nothing) {
+    (void)nothing;
+    return PyBytes_FromStringAndSize(it->kept, (Py_ssize_t)it->kept_bytes);
+}
+
+static PyObject *get_ends(events_t *it, void *closure) {
+    (void)closure;
+    return PyBool_FromLong(it->ends);
+}
+
+static PyObject *get_keeps(events_t *it, void *closure) {
+    (void)closure;
+    return PyBool_FromLong(it->keeps);
+}
+
+static PyObject *begin(events_t *it, PyObject *args) {
+    PyObject *transport, *write, *closing, *unsent;
+    int fd;
+    if (it->write)
+        return PyErr_Format(PyExc_ValueError, "it has begun");
+    if (!PyArg_ParseTuple(args, "Oi:begin", &transport, &fd))
+        return NULL;
+    write = PyObject_GetAttrString(transport, "write");
+    closing = PyObject_GetAttrString(transport, "is_closing");
+    unsent = PyObject_GetAttrString(transport, "get_write_buffer_size");
+    if (!write || !closing || !unsent) {
+        Py_XDECREF(write);
+        Py_XDECREF(closing);
+        Py_XDECREF(unsent);
+        return NULL;
+    }
+    it->write = write;
+    it->closing = closing;
+    it->unsent = unsent;
+    it->fd = fd;
+    Py_RETURN_NONE;
+}
+
+static PyObject *new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"job", "strips", "keep_bytes", NULL};
+    PyObject *job;
+    int strips;
+    Py_ssize_t keep_bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$pn:TokenEvents", names, &job, &strips, &keep_bytes))
+        return NULL;
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    events_t *it = (events_t *)alloc(type, 0);
+    if (!it)
+        return NULL;
+    if (!(it->name = PyUnicode_InternFromString("answered_tokens"))) {
+        Py_DECREF(it);
+        return NULL;
+    }
+    Py_INCREF(job);
+    it->job = job;
+    it->strips = strips;
+    it->keeps = keep_bytes > 0;
+    it->limit_bytes = keep_bytes > 0 ? (size_t)keep_bytes : 0;
+    return (PyObject *)it;
+}
+
+static int traverse(events_t *it, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)it));
+    Py_VISIT(it->job);
+    Py_VISIT(it->write);
+    Py_VISIT(it->closing);
+    Py_VISIT(it->unsent);
+    return 0;
+}
+
+static int clear(events_t *it) {
+    Py_CLEAR(it->job);
+    Py_CLEAR(it->write);
+    Py_CLEAR(it->closing);
+    Py_CLEAR(it->unsent);
+    return 0;
+}
+
+static void release(events_t *it) {
+    PyTypeObject *type = Py_TYPE((PyObject *)it);
+    PyObject_GC_UnTrack(it);
+    clear(it);
+    Py_CLEAR(it->name);
+    PyMem_Free(it->kept);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(it);
+    Py_DECREF(type);
+}
+
+static PyMethodDef METHODS[] = {
+    {"begin", (PyCFunction)begin, METH_VARARGS, NULL},
+    {"feed", (PyCFunction)feed, METH_O, NULL},
+    {"take", (PyCFunction)take, METH_O, NULL},
+    {"add", (PyCFunction)add, METH_VARARGS, NULL},
+    {"report", (PyCFunction)report, METH_NOARGS, NULL},
+    {"kept", (PyCFunction)kept, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef ATTRIBUTES[] = {
+    {"ends", (getter)get_ends, NULL, NULL, NULL},
+    {"keeps", (getter)get_keeps, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot EVENTS[] = {
+    {Py_tp_doc, "See headwater._kernels.events, whose contract it keeps."},
+    {Py_tp_new, new},
+    {Py_tp_dealloc, release},
+    {Py_tp_traverse, traverse},
+    {Py_tp_clear, clear},
+    {Py_tp_methods, METHODS},
+    {Py_tp_getset, ATTRIBUTES},
+    {0, NULL},
+};
+
+static PyType_Spec SPEC = {
+    .name = "headwater._kernels._events.TokenEvents",
+    .basicsize = sizeof(events_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = EVENTS,
+};
+
+static int load(PyObject *module) {
+    PyObject *type = PyType_FromModuleAndSpec(module, &SPEC, NULL);
+    int failed = type ? PyModule_AddObjectRef(module, "TokenEvents", type) : -1;
+    Py_XDECREF(type);
+    return failed;
+}
+
+static PyModuleDef_Slot SLOTS[] = {
+    {Py_mod_exec, load},
+    {0, NULL},
+};
+
+static PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "headwater._kernels._events",
+    .m_doc = "Streams' events; the contract is in headwater._kernels.events.",
+    .m_size = 0,
+    .m_slots = SLOTS,
+};
+
+PyMODINIT_FUNC PyInit__events(void) { return PyModuleDef_Init(&MODULE); }

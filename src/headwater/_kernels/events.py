@@ -1,0 +1,175 @@
+"""The events of a stream that bring tokens, from an instance's connection to the client's: in C where that was built.
+
+TokenEvents(job, *, strips, keep_bytes)
+    `job.answered_tokens` grows by the tokens that come. `strips`: token ids are taken out of what is sent.
+    `keep_bytes`: so much of the events is kept at most, for whoever would have to go on with the stream; beyond it all
+    that was kept is dropped, and `keeps` is false.
+begin(transport, fd)
+    From now on, once, `feed` may write to the client: to its socket where that takes it at once and nothing waits
+    before it, else by the transport. `fd` is the socket, which lives until the transport's protocol is told of its
+    end; -1: only by the transport.
+feed(raw) -> 0, 1 or 2
+    Takes what came from an instance if that is whole HTTP chunks (no extensions) of whole events (their lines end with
+    LF) which all bring tokens: they are written on, as one chunk. 0: it is something else, and nothing was done.
+    2: REPORTED tokens or more have come since the last `report`.
+take(event) -> what is sent for one event; None if it brings no tokens. Nothing is written.
+add(event, tokens)
+    Counts and keeps one that was read otherwise.
+report() -> whether REPORTED tokens came; they are then counted anew.
+kept() -> what is kept; `ends`: whether the last event says why the answer ended.
+
+Why it is safe to look for bytes is said in headwater.conductor.tokenids.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+__all__ = ["NATIVE", "RAW_MAX", "REPORTED", "Counted", "PlainTokenEvents", "TokenEvents", "Transport"]
+
+RAW_MAX = 64 << 10
+REPORTED = 16
+
+_TOKENS, _CHOICE, _FINISH, _END = b',"token_ids":[', b'"choices":[{', b'"finish_reason":"', b"\n\n"
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
+
+
+class Counted(Protocol):
+    """Whose tokens are counted."""
+
+    answered_tokens: int
+
+
+class Transport(Protocol):
+    """To a client."""
+
+    def write(self, data: bytes) -> object:
+        """See asyncio."""
+
+    def is_closing(self) -> bool:
+        """See asyncio."""
+
+    def get_write_buffer_size(self) -> int:
+        """See asyncio."""
+
+
+class PlainTokenEvents:
+    """The same without C."""
+
+    __slots__ = (
+        "_job",
+        "_kept",
+        "_kept_bytes",
+        "_limit_bytes",
+        "_strips",
+        "_transport",
+        "_unreported",
+        "ends",
+        "keeps",
+    )
+
+    def __init__(self, job: Counted, *, strips: bool, keep_bytes: int) -> None:
+        self._job, self._strips, self._limit_bytes = job, strips, keep_bytes
+        self._transport: Transport | None = None
+        self._kept: list[bytes] = []
+        self._kept_bytes = self._unreported = 0
+        self.keeps = keep_bytes > 0
+        self.ends = False
+
+    def begin(self, transport: Transport, fd: int) -> None:
+        """See above; here all goes by the transport."""
+        if self._transport is not None:
+            raise ValueError("it has begun")
+        self._transport = transport
+
+    def feed(self, raw: bytes) -> int:
+        """See above."""
+        if not raw or len(raw) > RAW_MAX or self._transport is None:
+            return 0
+        out: list[bytes] = []
+        payloads: list[bytes] = []
+        tokens, pos, ends = 0, 0, self.ends
+        while pos < len(raw):
+            size = _SIZE.match(raw, pos)
+            length = int(size[1], 16) if size else 0
+            if size is None or not length:
+                return 0
+            pos = size.end() + length + 2
+            payload = raw[size.end() : pos - 2]
+            if raw[pos - 2 : pos] != b"\r\n" or not payload.endswith(_END) or b"\r" in payload:
+                return 0
+            at = 0
+            while at < length:
+                end = payload.find(_END, at) + len(_END)
+                said, count = self._one(payload[at:end])
+                if said is None:
+                    return 0
+                out.append(said)
+                tokens += count
+                ends = _FINISH in payload[at:end]
+                at = end
+            payloads.append(payload)
+        for payload in payloads:
+            self._keep(payload)
+        self.ends = ends
+        self._count(tokens)
+        body = b"".join(out)
+        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return 1 if self._unreported < REPORTED else 2
+
+    def take(self, event: bytes) -> bytes | None:
+        """See above."""
+        said, tokens = self._one(event)
+        if said is not None:
+            self.add(event, tokens)
+        return said
+
+    def add(self, event: bytes, tokens: int) -> None:
+        """See above."""
+        self._keep(event)
+        self.ends = _FINISH in event
+        self._count(tokens)
+
+    def report(self) -> bool:
+        """See above."""
+        if self._unreported < REPORTED:
+            return False
+        self._unreported = 0
+        return True
+
+    def kept(self) -> bytes:
+        """See above."""
+        return b"".join(self._kept)
+
+    def _one(self, event: bytes) -> tuple[bytes | None, int]:
+        """What is sent for an event, and how many tokens it brings."""
+        at = event.find(_TOKENS) + len(_TOKENS)
+        end = event.find(b"]", at)
+        if at >= len(_TOKENS) and end >= 0:
+            count = event.count(b",", at, end) + (end > at)
+            return (event[: at - 1] + b"null" + event[end + 1 :] if self._strips else event), count
+        return (event, 1) if _CHOICE in event else (None, 0)
+
+    def _keep(self, event: bytes) -> None:
+        if not self.keeps:
+            return
+        self._kept_bytes += len(event)
+        if self._kept_bytes > self._limit_bytes:
+            self.keeps = False
+            self._kept.clear()
+        else:
+            self._kept.append(event)
+
+    def _count(self, tokens: int) -> None:
+        self._unreported += tokens
+        self._job.answered_tokens += tokens
+
+
+try:
+    from headwater._kernels._events import TokenEvents
+except ImportError:  # installed without a compiler
+    NATIVE = False
+    TokenEvents = PlainTokenEvents  # type: ignore[assignment, misc]
+else:
+    NATIVE = True
