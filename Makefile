@@ -1,19 +1,23 @@
 # Everything a developer needs. `make` alone lists it.
 #   PYTHON=/path/to/python3.11   which Python to make .venv from (default: found)
 #   ARGS="..."                   passed on to pytest, `headwater demo` or `headwater bench`
-#   JOBS=2                       how many tests run at a time
+#   JOBS=3                       how many tests run at a time: one more than two cores, as many of them wait
 #   ROUNDS=20000                 how long `make soak` takes
 
 PYTHON ?=
 ARGS ?=
 BENCH ?= node
-JOBS ?= 2
+JOBS ?= 3
 ROUNDS ?= 20000
 # Where ARGS choose tests, all may be in one of the two runs; pytest ends with 5 when it finds none.
 NONE := $(if $(ARGS), || [ $$? -eq 5 ])
 BIN := .venv/bin
 
-.PHONY: help setup test soak check demo demo-cluster bench sizes format clean distclean
+# Shells and images that set it have every one of the hundreds of processes that the tests start compile all of its
+# source anew. `make clean` removes what is kept for the next.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help setup test soak check types rules demo demo-cluster bench sizes format clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -32,9 +36,14 @@ soak: setup  ## hours: the disk's crash loop and the simulators, many times long
 	$(BIN)/python -m headwater.sim cluster --seeds 0:$(ROUNDS)
 
 check: setup  ## lint, format, types, house rules
+	@$(MAKE) --no-print-directory -j $(JOBS) types rules
+
+types:
+	$(BIN)/mypy
+
+rules:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/tidy
 
 demo: setup  ## two real vLLM instances share one KV cache

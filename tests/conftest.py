@@ -2,6 +2,7 @@
 before slow."""
 
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,6 +15,11 @@ MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
 DEFAULT_SEED = 20251129
 FAILED = pytest.StashKey[bool]()
 TEMPORARY = pytest.StashKey[Path]()
+BY_THEMSELVES = "alone or engine"
+"""What `make test` asks for in its second run."""
+MARKED = re.compile(r"\bmark\.(alone|engine)\b")
+"""How a module says that it has one."""
+SHARED = ("__init__.py", "conftest.py")
 
 # A loaded machine is no reason to fail, so no deadline; a failure prints what reproduces it.
 hypothesis.settings.register_profile("headwater", deadline=None, print_blob=True)
@@ -53,8 +59,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"what the failed tests left in their folders: {config.option.basetemp}")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """In the run of the few that run by themselves, do not import the hundreds of modules that have none of them."""
+    if config.option.markexpr != BY_THEMSELVES or collection_path.suffix != ".py" or collection_path.name in SHARED:
+        return None
+    return None if MARKED.search(collection_path.read_text(encoding="utf-8")) else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
+    by_themselves = {item.path for item in items if any(map(item.get_closest_marker, ("alone", "engine")))}
+    for path in by_themselves:
+        if not MARKED.search(path.read_text(encoding="utf-8")):
+            raise pytest.UsageError(f"{path}: write the mark there, or the run for it would not look into this file")
     if not Path("/dev/nvidiactl").exists():
         for item in items:
             if item.get_closest_marker("gpu"):

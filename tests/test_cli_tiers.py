@@ -25,6 +25,7 @@ from headwater.cli.tiers import report, troubles
 from headwater.client import Client
 from headwater.conductor.counts import Counts
 from headwater.conductor.events.errands import Errands
+from headwater.conductor.events.lines import by_socket
 from headwater.config import NodeConfig
 from headwater.errors import UnavailableError
 from headwater.node.client import fetch_status
@@ -318,7 +319,7 @@ def test_a_conductor_has_chunks_brought_up(rig: Rig, command: Command) -> None:
 
     async def order() -> Counts:
         counts = Counts()
-        errands = Errands(rig.address, counts)
+        errands = Errands(by_socket(rig.address), counts)
         errands.prefetch(SPACE.root(), keys[:4])
         errands.prefetch(bytes(32), keys)  # a namespace that nobody has
         async with asyncio.timeout(10):

@@ -19,7 +19,8 @@ from headwater.cli import calibrate, simulate, simulate_plots
 from headwater.cli.simulate_page import page
 from headwater.cli.simulate_rows import Rows, labels, seconds, tables
 from headwater.errors import ConfigError
-from headwater.sim.fleet.config import parse_fleet, read_tree
+from headwater.fleetfile.tables import read_yaml
+from headwater.sim.fleet.config import parse_fleet
 from headwater.sim.fleet.summary import summarise
 from headwater.sim.fleet.sweep import Swept
 from headwater.traces.generate import Chats, chats
@@ -247,12 +248,12 @@ def test_plots_tell_policies_by_colour_and_loads_by_line_or_panel() -> None:
 
 
 def test_the_example_fleet_is_one_and_so_is_what_its_comments_show(command: Command) -> None:
-    config = parse_fleet(read_tree(EXAMPLE))
+    config = parse_fleet(read_yaml(EXAMPLE))
     assert config.instance_count == 8 and config.kv_bytes_per_token == 128 << 10
     settings = "role|startup_s|disk|remote|conductors|deaths|signals"
     shown = re.sub(rf"(?m)^( *)# (?=  - \{{|(?:{settings}):)", r"\1", EXAMPLE.read_text())
     Path("all.yaml").write_text(shown)
-    everything = parse_fleet(read_tree(Path("all.yaml")))
+    everything = parse_fleet(read_yaml(Path("all.yaml")))
     assert everything.tiers.disk and everything.tiers.remote and everything.conductors.count == 2
     assert everything.deaths and everything.signals.event_lag_s == 0.05 and everything.instances[0].startup_s == 60
     times = re.findall(r"times: (\{.*\})", EXAMPLE.read_text())

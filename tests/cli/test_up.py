@@ -165,7 +165,6 @@ def engine_port() -> Iterator[int]:
         thread.join()
 
 
-@pytest.mark.alone
 def test_a_fleet_comes_up_once_serves_and_leaves_nothing(tmp_path: Path, engine_port: int) -> None:
     """A real node and a real Conductor with two workers; only the engine is a small one."""
     path, run = tmp_path / "fleet.yaml", tmp_path / "run"

@@ -9,7 +9,8 @@ import pytest
 from headwater.calibrate.calibration import Options, calibrate, check
 from headwater.calibrate.file import write
 from headwater.calibrate.probe import Effort
-from headwater.demo.command import MODEL, START_S
+from headwater.demo.beginning import MODEL
+from headwater.demo.command import START_S
 from headwater.demo.processes import Children, start_vllm
 from headwater.sim.fleet.config import read_times
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from headwater.demo.beginning import MODEL
 from headwater.demo.cluster_stage import Stage, open_network
 from headwater.demo.cluster_story import Story
-from headwater.demo.command import MODEL
 from headwater.demo.processes import Children
 from headwater.types import Tier
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.demo.command import MODEL
+from headwater.demo.beginning import MODEL
 from headwater.demo.front import CONDUCTOR, ROUND_ROBIN
 
 PAUSE = threading.Event()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from headwater.config import runtime_dir
-from headwater.demo.command import MODEL, START_S
+from headwater.demo.beginning import MODEL
+from headwater.demo.command import START_S
 from headwater.demo.processes import Children, Served, start_vllm
 from headwater.demo.requests import ask, read_metrics
 from headwater.demo.story import wait_for_rest

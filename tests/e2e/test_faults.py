@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headwater.demo.command import MODEL, START_S
+from headwater.demo.beginning import MODEL
+from headwater.demo.command import START_S
 from headwater.demo.processes import Child, Children, Served, kv_transfer_config, start_node, start_vllm
 from headwater.demo.requests import Answer, ask, read_metrics
 from headwater.errors import UnavailableError

@@ -26,10 +26,11 @@ from headwater.cli.simulate_rows import Rows, tables
 from headwater.cli.trace_facts import add_reading, read_trace
 from headwater.core.policies import POLICIES
 from headwater.errors import ConfigError
+from headwater.fleetfile.tables import read_yaml
 from headwater.plan.configs import read_config
 from headwater.plan.known import known_shape
 from headwater.plan.kv import token_bytes
-from headwater.sim.fleet.config import FleetConfig, parse_fleet, read_tree
+from headwater.sim.fleet.config import FleetConfig, parse_fleet
 from headwater.sim.fleet.sweep import Cell, Swept, Tree, change, grid, read_change, read_sweep, sweep
 from headwater.sim.fleet.world import make_policy, simulate
 from headwater.traces.facts import Facts, facts
@@ -121,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _fleet(arguments: argparse.Namespace) -> tuple[Tree, Path]:
     """The fleet's settings with those of --set, and the folder that paths in it are relative to."""
     path = Path(arguments.fleet) if arguments.fleet is not None else None
-    tree = DEFAULT_FLEET if path is None else read_tree(path)
+    tree = DEFAULT_FLEET if path is None else read_yaml(path)
     for text in arguments.set:
         tree = change(tree, *read_change(text))
     return tree, path.parent if path is not None else Path()
@@ -133,7 +134,7 @@ def _cells(arguments: argparse.Namespace, tree: Tree, base: Path) -> list[Cell]:
     try:
         return grid(tree, lambda it: _parse(it, base), sweeps, arguments.seed)
     except ConfigError as error:
-        if arguments.fleet is not None and _refusal(read_tree(Path(arguments.fleet)), base) == str(error):
+        if arguments.fleet is not None and _refusal(read_yaml(Path(arguments.fleet)), base) == str(error):
             raise ConfigError(f"{arguments.fleet}: {error}") from None
         raise
 

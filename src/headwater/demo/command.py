@@ -14,19 +14,18 @@ enough. B is given the address of the last node from its restart on, and finds i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from headwater.demo.beginning import Begun, add_options, begun, told
 from headwater.demo.burst import table
 from headwater.demo.front import CONDUCTOR, ROUND_ROBIN, Bursts, play_bursts, start_conductor
-from headwater.demo.processes import Child, Children, Served, check_model, kv_transfer_config, start_node, start_vllm
+from headwater.demo.processes import Child, Children, Served, kv_transfer_config, start_node, start_vllm
 from headwater.demo.story import (
     CHAT_TURNS,
     RESTARTED,
@@ -41,11 +40,10 @@ from headwater.demo.story import (
     wait_for_engine,
     wait_for_rest,
 )
-from headwater.demo.tables import end_on_signals, requests_table, yes
-from headwater.demo.valkey import start_valkey, valkey_program
+from headwater.demo.tables import requests_table, yes
+from headwater.demo.valkey import start_valkey
 from headwater.types import Tier
 
-MODEL = Path(".cache/models/SmolLM2-135M-Instruct")
 START_S = 300.0
 DISK = "512MiB"
 EXAMPLES = """\
@@ -65,31 +63,17 @@ after a restart and from Valkey after the disk was deleted.
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `headwater demo`."""
     parser.epilog = EXAMPLES
-    parser.add_argument("--model", type=Path, default=MODEL, help=f"directory of a small chat model (default: {MODEL})")
-    parser.add_argument("--host-memory", default="1GiB", metavar="SIZE", help="memory of the node (default: 1GiB)")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    add_options(parser, "1GiB", "the node")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; 0 only if all outputs are identical and every act found the prefix where it should be."""
-    end_on_signals()
-    check_model(arguments.model)
-    valkey_program()
-    console = Console(stderr=arguments.json, soft_wrap=True)
-    with tempfile.TemporaryDirectory(prefix="headwater-demo-") as scratch:
-        logs = arguments.logs or Path(scratch)
-        logs.mkdir(parents=True, exist_ok=True)
-        lines, bursts = _perform(arguments.model.resolve(), arguments.host_memory, Path(scratch), logs, console)
-    result = as_json(lines, bursts)
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        _show(lines, bursts, console)
-    return 0 if result["ok"] else 1
+    with begun(arguments) as it:
+        lines, bursts = _perform(it)
+    return told(arguments, as_json(lines, bursts), lambda: _show(lines, bursts, it.console))
 
 
-def _perform(model: Path, memory: str, scratch: Path, logs: Path, console: Console) -> tuple[list[Line], Bursts]:
+def _perform(it: Begun) -> tuple[list[Line], Bursts]:
     total = 8 + len(list(steps())) + len(CHAT_TURNS)
     columns = (
         SpinnerColumn(),
@@ -98,13 +82,13 @@ def _perform(model: Path, memory: str, scratch: Path, logs: Path, console: Conso
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Children() as children, Progress(*columns, console=console, transient=True) as progress:
+    with Children() as children, Progress(*columns, console=it.console, transient=True) as progress:
         task = progress.add_task("starting Valkey and a node", total=total)
 
         def begin(what: str) -> None:
             progress.update(task, description=what, advance=1)
 
-        return Stage(children, model, memory, scratch, logs).play(begin)
+        return Stage(children, it.model, it.memory, it.scratch, it.logs).play(begin)
 
 
 class Stage:
@@ -179,5 +163,5 @@ def _show(lines: Sequence[Line], bursts: Bursts, console: Console) -> None:
         "the disk had it after a restart": came_from(lines, RESTARTED, Tier.DISK),
         "Valkey had it after the disk was deleted": came_from(lines, WIPED, Tier.REMOTE),
     }
-    told = "; ".join(f"{yes(true)}: {fact}" for fact, true in facts.items())
-    console.print(f"{same} of {len(lines)} outputs identical to the run without a cache. {told}.")
+    said = "; ".join(f"{yes(true)}: {fact}" for fact, true in facts.items())
+    console.print(f"{same} of {len(lines)} outputs identical to the run without a cache. {said}.")

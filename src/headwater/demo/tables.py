@@ -1,10 +1,8 @@
-"""What both demos show of their requests, and how both end."""
+"""What both demos show of their requests."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
-from types import FrameType
 
 from rich.table import Table
 
@@ -12,17 +10,6 @@ from headwater.demo.story import Line
 
 WORDS = ("act", "instance", "reused (tier tokens)")
 """Columns of words; the others are figures."""
-
-
-def end_on_signals() -> None:
-    """Let a signal end the demo as Ctrl-C does, with everything that it has started."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, as_interrupt)
-
-
-def as_interrupt(number: int, frame: FrameType | None) -> None:
-    """The handler of a signal."""
-    raise KeyboardInterrupt
 
 
 def yes(true: bool) -> str:

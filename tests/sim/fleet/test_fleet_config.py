@@ -12,7 +12,8 @@ import yaml
 from headwater.enginetimes import EngineTimes
 from headwater.errors import ConfigError
 from headwater.fleet import Role
-from headwater.sim.fleet.config import KNOWN_TIMES, PolicyConfig, parse_fleet, read_times, read_tree
+from headwater.fleetfile.tables import read_yaml
+from headwater.sim.fleet.config import KNOWN_TIMES, PolicyConfig, parse_fleet, read_times
 
 GROUP = {"blocks": 100}
 TIER = {"size": "64GiB", "bytes_s": "20GB/s"}
@@ -80,7 +81,7 @@ def test_times_from_a_file_beside_the_fleet(tmp_path: Path) -> None:
     times = {"prefill_fixed_s": 0.02, "prefill_token_s": 2e-5, "decode_fixed_s": 0.01}
     (tmp_path / "engine.yaml").write_text(yaml.safe_dump({"times": times}))
     (tmp_path / "fleet.yaml").write_text(yaml.safe_dump({"instances": [{"blocks": 5, "times": "engine.yaml"}]}))
-    read = parse_fleet(read_tree(tmp_path / "fleet.yaml"), base=tmp_path)
+    read = parse_fleet(read_yaml(tmp_path / "fleet.yaml"), base=tmp_path)
     assert read.instances[0].times == EngineTimes(0.02, 2e-5, decode_fixed_s=0.01)
 
 
@@ -166,7 +167,8 @@ BOMB = f"instances: [{{blocks: 9}}]\nslo: [&a [1, 1, 1, 1, 1, 1, 1, 1, 1], {', '
         ("- 1", "no table"),
         ("a: [", "not YAML"),
         ("a: " + 5000 * "[" + 5000 * "]", "nested too deeply"),
-        (BOMB, "is not a table"),
+        (BOMB, "an alias"),
+        ("seed: 1\ninstances: []\nseed: 2", "line 3: seed is there twice"),
         (None, "No such file"),
     ],
 )
@@ -175,5 +177,17 @@ def test_files_that_are_none(tmp_path: Path, text: str | None, said: str) -> Non
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=said) as refusal:
-        parse_fleet(read_tree(path))
+        parse_fleet(read_yaml(path))
     assert len(str(refusal.value)) < 500
+
+
+def test_what_is_endless_is_not_written_out() -> None:
+    with pytest.raises(ConfigError, match="is not a table") as refusal:
+        parse_fleet(yaml.safe_load(BOMB))
+    assert len(str(refusal.value)) < 500
+
+
+def test_step_times_from_a_file_that_says_one_twice(tmp_path: Path) -> None:
+    (tmp_path / "engine.yaml").write_text("prefill_token_s: 1e-5\nprefill_token_s: 2e-5\n")
+    with pytest.raises(ConfigError, match="line 2: prefill_token_s is there twice"):
+        read_times("engine.yaml", 1000, tmp_path)

@@ -25,11 +25,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from headwater.enginetimes import EngineTimes
 from headwater.errors import ConfigError
 from headwater.fleet import Role
+from headwater.fleetfile.tables import read_yaml
 from headwater.sim.fleet.tables import (
     by,
     each,
@@ -215,21 +214,6 @@ KNOWN_TIMES: dict[str, Callable[[int], EngineTimes]] = {"mocker": _mocker}
 """Step times by name, of an engine that holds so many tokens."""
 
 
-def read_tree(path: Path) -> dict[str, Any]:
-    """A YAML file's table. Raises ConfigError."""
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name a file that can be read") from error
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply; write tables of settings") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: no table of settings; begin with `instances:`")
-    return tree
-
-
 def parse_fleet(
     tree: Mapping[str, Any], *, base: Path = Path(), kv_bytes: Callable[[str], int] | None = None
 ) -> FleetConfig:
@@ -329,7 +313,7 @@ def read_times(value: object, capacity_tokens: int, base: Path = Path()) -> Engi
             raise ConfigError(
                 f"{value!r} is neither one of {known} nor the path of a .yaml file; write either, or a table"
             )
-        tree = read_tree(base / value)
+        tree = read_yaml(base / value)
         value = tree.get("times", tree)
     given = table(value)
     known_fields = {it.name: it for it in fields(EngineTimes)}
