@@ -53,6 +53,7 @@ OPTIONS = frozenset({
 """Whoever has none of these has nothing of what `read_options` reads."""
 SESSIONS = frozenset({"session_id", "prompt_cache_key", "user"})
 
+_NESTING = frozenset((dict, list))
 _decoder = msgspec.json.Decoder()
 
 
@@ -117,8 +118,12 @@ def decode(body: bytes, limits: Limits) -> dict[str, Any]:
         raise BadRequest("the body is not valid JSON in UTF-8") from None
     if type(fields) is not dict:
         raise BadRequest("the body must be a JSON object")
-    # Most bodies have fewer brackets than they may have levels.
-    if body.count(b"{") + body.count(b"[") > limits.json_depth and is_deeper(fields, limits.json_depth):
+    # Most bodies have no levels but one, or fewer brackets than they may have levels.
+    if (
+        not _NESTING.isdisjoint(map(type, fields.values()))
+        and body.count(b"{") + body.count(b"[") > limits.json_depth
+        and is_deeper(fields, limits.json_depth)
+    ):
         raise BadRequest(f"the body is nested more than {limits.json_depth} levels deep")
     return fields
 

@@ -99,6 +99,9 @@ class KeyedTenants:
 
     def enter(self, tenant: TenantSpec, now: float) -> float | None:
         """See `parts.Tenants`."""
+        if tenant is NOBODY:  # whom nothing limits
+            self._in_progress[""] = self._in_progress.get("", 0) + 1
+            return None
         wait = self.take(tenant, now)
         return None if wait is None else wait.seconds
 
@@ -115,12 +118,14 @@ class KeyedTenants:
     def used(self, tenant: TenantSpec, tokens: int, now: float) -> None:
         """See `parts.Tenants`."""
         self._tokens[tenant.name] = self._tokens.get(tenant.name, 0) + tokens
-        self._page.used(tenant.name, self._quota(tenant), tokens, now)
+        if tenant is not NOBODY:
+            self._page.used(tenant.name, self._quota(tenant), tokens, now)
 
     def leave(self, tenant: TenantSpec) -> None:
         """See `parts.Tenants`."""
         self._in_progress[tenant.name] = max(0, self._in_progress.get(tenant.name, 0) - 1)
-        self._page.leave(tenant.name)
+        if tenant is not NOBODY:
+            self._page.leave(tenant.name)
 
     def salt(self, tenant: TenantSpec, salt: str) -> str:
         """See `parts.Tenants`. Without tenants a client's salt stays as it is; with tenants it is a keyed digest of
