@@ -87,6 +87,17 @@ def test_tokens_are_counted(kind: type, ids: str | None, tokens: int, said: str 
 
 
 @BOTH
+def test_ids_that_are_null_are_none(kind: type) -> None:
+    rig = Rig(kind)
+    said = event(None, ',"token_ids":null,"prompt_token_ids":null')
+    assert rig.run.feed(chunk(said)) == 1
+    assert rig.written == [chunk(said)] and rig.job.answered_tokens == 1
+    both = event("5", ',"prompt_token_ids":null')
+    assert rig.run.feed(chunk(both)) == 1
+    assert rig.written[1:] == [chunk(both.replace(b"[5]", b"null"))] and rig.job.answered_tokens == 2
+
+
+@BOTH
 def test_who_asked_for_ids_gets_them(kind: type) -> None:
     rig = Rig(kind, strips=False)
     rig.run.feed(chunk(event("1,2")))
@@ -153,6 +164,10 @@ REFUSED = {
     "nine digits": b"0" * 9 + chunk(event()),
     "too much": chunk(*[event()] * (RAW_MAX // len(event()) + 1)),
     "a size beyond memory": b"ffffffff\r\n" + event(),
+    "ids of the prompt": chunk(event().replace(b',"token_ids"', b',"prompt_token_ids":[1,2],"token_ids"')),
+    "ids in front": chunk(b'data: {"choices":[{"token_ids":[3,4],"index":0,"text":"a"}]}\n\n'),
+    "ids after a blank": chunk(event().replace(b"[5]", b" [5]")),
+    "two answers": chunk(event().replace(b"}]", b'},{"index":1,"text":"b","token_ids":[6]}]')),
     "ids without an end": chunk(b'data: {"a":1,"token_ids":[1,2\n\n'),
 }
 
@@ -275,6 +290,7 @@ def test_both_do_the_same(seed: int) -> None:
     rng = random.Random(seed)
     pieces = [
         b"data: ", b'{"choices":[{', b'"choices":[{', b',"token_ids":[', b"]", b"1,2", b",", b'"finish_reason":"',
+        b'"token_ids":null', b'"prompt_token_ids":[',
         b"\n\n", b"\n", b"\r\n", b"5", b"}]}", b"null", b"\r", b"a" * 40,
     ]  # fmt: skip
 

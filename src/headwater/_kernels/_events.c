@@ -20,7 +20,8 @@
 #define FRAME_MAX 12
 #define REPORTED 16
 
-static const char TOKENS[] = ",\"token_ids\":[", CHOICE[] = "\"choices\":[{", FINISH[] = "\"finish_reason\":\"";
+static const char CHOICE[] = "\"choices\":[{", FINISH[] = "\"finish_reason\":\"";
+static const char MEMBER[] = "token_ids\"", NONE[] = ":null";
 #define LENGTH(text) (sizeof(text) - 1)
 
 typedef struct {
@@ -44,9 +45,28 @@ static const char *find(const char *at, const char *end, const char *what, size_
     return memmem(at, (size_t)(end - at), what, bytes);
 }
 
-/* One event, to its end; false if it brings no tokens. */
+/* Where the event's list of ids begins, NULL if it has none; false if there are others: of prompts or of a second answer,
+ * in another order, with blanks. */
+static bool ids(const char *at, const char *end, const char **first) {
+    *first = NULL;
+    for (const char *here = at; (here = find(here, end, MEMBER, LENGTH(MEMBER)));) {
+        const char *after = here + LENGTH(MEMBER);
+        size_t left = (size_t)(end - after);
+        if (!*first && here - at >= 2 && here[-1] == '"' && here[-2] == ',' && left >= 2 && after[0] == ':' &&
+            after[1] == '[')
+            *first = after + 2;
+        else if (left < LENGTH(NONE) || memcmp(after, NONE, LENGTH(NONE)) != 0)
+            return false;
+        here = after;
+    }
+    return true;
+}
+
+/* One event, to its end; false if it brings no tokens, or has more than one list of ids. */
 static bool one(const events_t *it, const char *at, const char *end, found_t *found) {
-    const char *mark = find(at, end, TOKENS, LENGTH(TOKENS)), *first = mark ? mark + LENGTH(TOKENS) : NULL;
+    const char *first;
+    if (!ids(at, end, &first))
+        return false;
     const char *close = first ? memchr(first, ']', (size_t)(end - first)) : NULL;
     if (close) {
         found->tokens += close > first;

@@ -275,8 +275,9 @@ static PyObject *exact(PyObject *module, PyObject *ids) {
     bool is_good = true;
     for (Py_ssize_t i = 0; i < count && is_good; i++) {
         PyObject *it = PyList_GetItem(ids, i);
-        unsigned long value = it && PyLong_CheckExact(it) ? PyLong_AsUnsignedLong(it) : (unsigned long)-1;
-        is_good = value <= UINT32_MAX;
+        bool is_int = it && PyLong_CheckExact(it);
+        unsigned long value = is_int ? PyLong_AsUnsignedLong(it) : 0;
+        is_good = is_int && value <= UINT32_MAX && !(value == (unsigned long)-1 && PyErr_Occurred());
         packed[i] = (uint32_t)value;
     }
     PyErr_Clear();

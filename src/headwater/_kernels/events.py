@@ -12,7 +12,8 @@ feed(raw) -> 0, 1 or 2
     Takes what came from an instance if that is whole HTTP chunks (no extensions) of whole events (their lines end with
     LF) which all bring tokens: they are written on, as one chunk. 0: it is something else, and nothing was done.
     2: REPORTED tokens or more have come since the last `report`.
-take(event) -> what is sent for one event; None if it brings no tokens. Nothing is written.
+take(event) -> what is sent for one event; None if it brings no tokens, or has more than one list of ids. Nothing is
+    written.
 add(event, tokens)
     Counts and keeps one that was read otherwise.
 report() -> whether REPORTED tokens came; they are then counted anew.
@@ -32,6 +33,7 @@ RAW_MAX = 64 << 10
 REPORTED = 16
 
 _TOKENS, _CHOICE, _FINISH, _END = b',"token_ids":[', b'"choices":[{', b'"finish_reason":"', b"\n\n"
+_MEMBER, _NONE = b'token_ids"', b'token_ids":null'
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
 
 
@@ -145,6 +147,8 @@ class PlainTokenEvents:
     def _one(self, event: bytes) -> tuple[bytes | None, int]:
         """What is sent for an event, and how many tokens it brings."""
         at = event.find(_TOKENS) + len(_TOKENS)
+        if event.count(_MEMBER) != event.count(_NONE) + (at >= len(_TOKENS)):
+            return None, 0
         end = event.find(b"]", at)
         if at >= len(_TOKENS) and end >= 0:
             count = event.count(b",", at, end) + (end > at)

@@ -12,7 +12,7 @@ import msgspec
 from headwater._kernels.events import TokenEvents
 from headwater.conductor import tokenids
 from headwater.conductor.http.exchange import Exchange, Headers, Quick
-from headwater.conductor.job import Job
+from headwater.conductor.job import Job, Kind
 from headwater.conductor.replay import EngineError, Story, Translator, Unmovable
 from headwater.conductor.sse import Events, EventTooLong, each, payload
 from headwater.fleetfile.model import Limits
@@ -199,6 +199,9 @@ class Stream:
 
     def data(self, data: bytes) -> None:
         """See `Sink`."""
+        if not data:
+            self._report()
+            return
         if self._body is not None:
             if not self._body.add(data):
                 self._owner.too_long()
@@ -212,8 +215,6 @@ class Stream:
             return
         if events:
             self._pass_each(events)
-        else:
-            self._report()
 
     def _pass_each(self, events: bytes) -> None:
         out: list[bytes] = []
@@ -318,9 +319,10 @@ class Stream:
         return story
 
     def is_said(self) -> bool:
-        """Whether all was sent but [DONE], as far as one sees of the last event."""
+        """Whether all was sent but [DONE], as far as one sees of the last event of the only answer."""
         parsed = self._job.parsed
-        return parsed.n == 1 and not parsed.include_usage and self._run.ends
+        one = parsed.kind is Kind.CHAT or parsed.ids is not None or parsed.text is not None
+        return one and parsed.n == 1 and not parsed.include_usage and self._run.ends
 
 
 class Moved:

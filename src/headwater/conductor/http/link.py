@@ -171,13 +171,13 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
-        if self._phase is _BODY:
+        quick = self._quick
+        if quick is not None and len(data) < REST_BYTES and (done := quick(data)):
+            self.heard = True
+            if done > 1 and self._call is not None:
+                self._call.sink.data(b"")
+        elif self._phase is _BODY:
             self.deadline_s = self._time() + self._silent_s
-            quick = self._quick
-            if quick is not None and len(data) < REST_BYTES and (done := quick(data)):
-                if done > 1 and self._call is not None:
-                    self._call.sink.data(b"")
-                return
             self._read_body(data)
             if len(data) >= REST_BYTES and self._phase is _BODY:
                 self._transport.pause_reading()

@@ -104,10 +104,11 @@ class UpstreamPool:
         self._resting.append(link)
 
     def _go_on(self) -> None:
-        for _ in range(min(RESTED, len(self._resting))):
-            self._resting.popleft().go_on()
+        turn = [self._resting.popleft() for _ in range(min(RESTED, len(self._resting)))]
         if self._resting:
             self._loop.call_soon(self._go_on)
+        for link in turn:
+            link.go_on()
 
     def left(self, link: Link) -> None:
         """A connection has ended."""
