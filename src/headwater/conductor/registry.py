@@ -8,7 +8,11 @@ Theory of operation. An instance has a number as long as it is there, the least 
     release      `left` is called, for each who remembers anything by number; only then
                  the number is free for another                                            -> gone
 
-So nobody ever finds, under a number, what was remembered of somebody else. Nodes get numbers as well, once and for all.
+So nobody ever finds, under a number, what was remembered of somebody else. Nodes get numbers as well, and keep them
+while the fleet file or the cluster's list has them, or an instance is on them. Who gives a node's number back has seen
+that nothing is held or linked under it; a request that waits may still mean the node of before, and would err in what
+it expects to find. So numbers are used again as late as can be: when there are no new ones, those first that were freed
+first.
 
 What was registered or unregistered at run time is a `Change`, with the time of a wall clock; of two changes of one name
 the later counts, at each worker in the end, in whatever order they come.
@@ -16,7 +20,7 @@ the later counts, at each worker in the end, in whatever order they come.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -67,6 +71,9 @@ class Roster:
         """Of those that are there; only to be read."""
         self._nodes: dict[str, int] = {}
         self._node_names: list[str] = []
+        self._lasting: set[str] = set()
+        """Nodes that keep their numbers though no instance is on them."""
+        self._freed: deque[int] = deque()
         self._joined: list[Callable[[int], None]] = []
         self._left: list[Callable[[int], None]] = []
         self._leaving: list[Callable[[int], None]] = []
@@ -108,18 +115,46 @@ class Roster:
         return self.names.get(number, "")
 
     def node(self, name: str) -> int:
-        """The number of a node, given at its first mention. Raises RefusedError when there are too many."""
-        number = self._nodes.get(name)
-        if number is None:
-            if len(self._nodes) >= NODES_MAX:
-                raise RefusedError("node", f"at most {NODES_MAX} names", "another one", "use those that there are")
-            number = self._nodes[name] = len(self._node_names)
-            self._node_names.append(name)
+        """The number of a node, given at its first mention and kept until `node_left`. Raises RefusedError when there
+        are too many."""
+        number = self._node_number(name)
+        self._lasting.add(name)
         return number
+
+    def known_node(self, name: str) -> int | None:
+        """The number of a node that has one."""
+        return self._nodes.get(name)
+
+    def node_left(self, name: str) -> None:
+        """It is there no more: its number is free as soon as no instance is on it."""
+        self._lasting.discard(name)
+        self._free_node(name)
+
+    def _node_number(self, name: str) -> int:
+        number = self._nodes.get(name)
+        if number is not None:
+            return number
+        if len(self._node_names) < NODES_MAX:
+            number = len(self._node_names)
+            self._node_names.append(name)
+        elif self._freed:
+            number = self._freed.popleft()
+            self._node_names[number] = name
+        else:
+            raise RefusedError("node", f"at most {NODES_MAX} names", "another one", "use those that there are")
+        self._nodes[name] = number
+        return number
+
+    def _free_node(self, name: str) -> None:
+        if name not in self._nodes or name in self._lasting or any(it.node == name for it in self._specs.values()):
+            return
+        number = self._nodes.pop(name)
+        self._node_names[number] = ""
+        self._freed.append(number)
 
     @property
     def nodes(self) -> Sequence[str]:
-        """Their names by number; always the same list, which grows."""
+        """Their names by number, '' for none; always the same list, which grows."""
         return self._node_names
 
     def node_name(self, number: int | None) -> str:
@@ -187,8 +222,11 @@ class Roster:
         assert self.leaving(number), f"instance {number} was not unregistered"
         for left in self._left:
             left(number)
-        del self._numbers[self._specs.pop(number).name]
+        spec = self._specs.pop(number)
+        del self._numbers[spec.name]
         del self._instances[number], self._origins[number], self.names[number]
+        if spec.node is not None:
+            self._free_node(spec.node)
 
     # ---- what other workers say
 
@@ -233,7 +271,7 @@ class Roster:
 
     def _join(self, spec: InstanceSpec, origin: Origin) -> int:
         assert spec.name not in self._numbers, f"instance {spec.name} is there already"
-        node = self.node(spec.node) if spec.node is not None else None
+        node = self._node_number(spec.node) if spec.node is not None else None
         number = next(it for it in range(len(self._instances) + 1) if it not in self._instances)
         self._instances[number] = Instance(
             number,

@@ -48,6 +48,8 @@ class Sight:
         self._devices: dict[int, Device] = {}
         self._specs: dict[int, InstanceSpec] = {}
         self._registrations: dict[int, list[Registration]] = {}
+        self._listed: set[int] = set()
+        """The nodes that we know by the cluster's list, in which other fleets' are as well."""
         self._telling: set[int] = set()
         """The nodes that tell us what they hold."""
         self._recent = Recent()
@@ -125,6 +127,17 @@ class Sight:
 
     # ---- what nodes tell --------------------------------------------------------------------------------
 
+    def member_joined(self, node: int) -> None:
+        """A node is there that the cluster lists, so it may be another fleet's."""
+        self._listed.add(node)
+
+    def member_left(self, node: int) -> None:
+        """It is not any more; its number may be given to another one."""
+        self.node_forgotten(node)
+        self._listed.discard(node)
+        if self._registrations.pop(node, None):
+            self._assign()
+
     def registered(self, node: int, registrations: Sequence[Registration]) -> None:
         """These are all that engines' plug-ins have registered with a node."""
         self._registrations[node] = list(registrations)
@@ -149,11 +162,14 @@ class Sight:
 
     def _model_of(self, node: int, instance: str) -> str | None:
         """Whose registration this is. A plug-in goes by `engine_id` and a word for this start of its engine; one that
-        was given no id can be told if the node's instances all serve one model."""
+        was given no id can be told if the node's instances all serve one model. Where other fleets' nodes are listed as
+        well, their instances may have our names: only those count there that are on that node, or nobody says where."""
+        name, is_listed = self._nodes[node], node in self._listed
         for spec in self._specs.values():
+            if is_listed and spec.node not in (name, None):
+                continue
             if instance == spec.name or instance.startswith((f"{spec.name}.", f"{spec.name}_dp")):
                 return spec.served_name
-        name = self._nodes[node]
         served = {spec.served_name for spec in self._specs.values() if spec.node == name}
         return served.pop() if len(served) == 1 else None
 

@@ -94,6 +94,33 @@ def test_numbers_are_free_only_after_everybody_was_told() -> None:
         them.release(0)
 
 
+def test_nodes_keep_their_numbers_while_anybody_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwater.conductor.registry.NODES_MAX", 4)
+    them = roster(spec("b", node="n1"))
+    names = them.nodes
+    assert [them.node(it) for it in ("n1", "n2")] == [1, 2] and them.known_node("n3") is None
+    them.node_left("n2")
+    them.node_left("n2")
+    them.node_left("unheard-of")
+    assert them.known_node("n2") is None and names == ["n0", "n1", ""]
+    them.node_left("n1")
+    assert them.known_node("n1") == 1, "an instance is on it"
+    assert [them.node(it) for it in ("n3", "n4")] == [3, 2], "new ones first, then what is free"
+    with pytest.raises(RefusedError, match="node"):
+        them.node("n5")
+    them.unregister("b", 1)
+    them.release(0)
+    assert them.known_node("n1") is None and them.node("n5") == 1
+    assert names == ["n0", "n5", "n4", "n3"] and names is them.nodes
+    them.register(spec("c", node="n4", url="http://127.0.0.1:9"), 2)
+    them.unregister("c", 3)
+    them.release(0)
+    assert them.known_node("n4") == 2, "it is listed"
+    them.node_left("n4")
+    them.node_left("n3")
+    assert [them.node(it) for it in ("n6", "n7")] == [2, 3], "what was freed first"
+
+
 def test_names_and_numbers_of_instances_are_bounded() -> None:
     them = roster(spec("a"))
     with pytest.raises(RefusedError, match="name"):

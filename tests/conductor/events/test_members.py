@@ -8,7 +8,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +16,14 @@ import msgspec
 import pytest
 import uvloop
 
+from headwater.conductor import registry
 from headwater.conductor.counts import Counts
 from headwater.conductor.events import frames, lines, members, nodes
 from headwater.conductor.events.errands import NodesErrands
 from headwater.conductor.events.frames import Watch, Watched
 from headwater.conductor.events.lines import by_peers, expect
 from headwater.conductor.events.members import ClusterNodes, Members
+from headwater.conductor.events.namespaces import Base, Registration
 from headwater.conductor.events.sources import BYTES_S, JOINED_MAX, LATENCY_S, Sources
 from headwater.conductor.registry import Roster
 from headwater.conductor.sight import Sight
@@ -219,10 +221,11 @@ def test_a_node_whose_socket_the_file_has_is_watched_once(start: Raise, token: P
         async with seeing(far.node.config, token, NodeSpec("here", far.address)) as seen:
             await eventually(lambda: seen.source("here").get("up"))
             # It may have been listed before it has said by its socket which member it is.
-            await eventually(lambda: "node:far" not in seen.sight.sources and seen.nodes.members.answers > 2)
+            await eventually(lambda: "another name" in str(seen.source("far").get("trouble")))
             answers = seen.nodes.members.answers
             await eventually(lambda: seen.nodes.members.answers > answers + 1)
-            assert "node:far" not in seen.sight.sources and seen.source("here")["up"]
+            assert "another name" in str(seen.source("far").get("trouble")) and seen.source("here")["up"]
+            assert seen.nodes.members.state()["members"] == 0
         async with seeing(far.node.config, token, NodeSpec("far", far.address)) as seen:
             await eventually(lambda: seen.source("far").get("up") and seen.nodes.members.answers > 1)
             assert seen.nodes.members.state()["members"] == 0
@@ -508,14 +511,41 @@ def test_strangers_at_the_address_are_told_apart(name: str, monkeypatch: pytest.
     in_loop(main)
 
 
-@pytest.mark.parametrize("address", ["", "127.0.0.1", "nowhere.invalid:1", "127.0.0.1:99999"])
-def test_addresses_that_are_none(address: str) -> None:
+NO_ADDRESSES = ["", "127.0.0.1", "nowhere.invalid:1", "127.0.0.1:99999", "127.0.0.1:9999999999999999999999",
+                "\xfc..x:80", "a" * 70 + ".b:80", "\0:80", "127.0.0.1:\xb2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES, ids=range(len(NO_ADDRESSES)))
+def test_addresses_that_are_none_cost_their_node_alone(address: str) -> None:
     async def main() -> None:
+        dial = by_peers(ME, Member("far", 5, address), "c", Credentials())
         with pytest.raises((HeadwaterError, OSError)):
             async with asyncio.timeout(5):
-                await by_peers(ME, Member("far", 5, address), "c", Credentials())()
+                await dial()
+        counts = Counts()
+        sight, errands = Sight(["far"]), NodesErrands(counts)
+        sources = Sources(sight, [])
+        sources.member_joined(0, "far", dial)
+        errands.joined(0, dial)
+        for times in (1, 2):
+            errands.prefetch(0, bytes(32), KEYS)
+            await eventually(lambda times=times: counts.numbers == {("prefetches", "lost"): times})
+        await eventually(lambda: sight.sources["node:far"]()["trouble"])
+        await errands.close()
+        await sources.close()
 
     in_loop(main)
+
+
+def test_watches_go_on_in_either_loop() -> None:
+    """The two loops do not agree on what such an address raises."""
+
+    async def main() -> None:
+        for address in NO_ADDRESSES[3:]:
+            with pytest.raises((HeadwaterError, OSError)):
+                await by_peers(ME, Member("far", 5, address), "c", Credentials())()
+
+    asyncio.run(main())
 
 
 # ---- a node's watches of Conductors elsewhere
@@ -619,6 +649,9 @@ class Told:
     def is_ours(self, name: str) -> bool:
         return name in self.ours
 
+    def looked(self, names: Collection[str]) -> None:
+        self.names = set(names)
+
 
 @contextlib.asynccontextmanager
 async def listing() -> AsyncIterator[tuple[Listing, Told, Callable[[], object]]]:
@@ -669,6 +702,121 @@ def test_the_list_is_followed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
 
     in_loop(main)
     assert caplog.text.count("is away") == caplog.text.count("no descriptors") == 1
+
+
+def test_one_that_is_refused_is_not_known_and_tried_again() -> None:
+    one, two = Member("one", 1, "h:1"), Member("two", 1, "h:2")
+
+    async def main() -> None:
+        async with listing() as (directory, told, looked):
+            join = told.joined
+
+            def refuse(member: Member) -> None:
+                if member == one:
+                    raise RefusedError("node", "fewer", "one more", "wait")
+                join(member)
+
+            told.joined = refuse  # type: ignore[method-assign]
+            directory.says(one, two)
+            state = await looked()
+            assert list(told.there) == ["two"] and told.names == {"one", "two"}
+            assert state["members"] == 1 and "left out: node" in str(state["trouble"]) and not state["up"]
+            directory.says(two)  # nobody is told that it left who never came
+            assert (await looked())["up"]
+            told.joined = join  # type: ignore[method-assign]
+            directory.says(one, two)
+            assert (await looked())["members"] == 2
+
+    in_loop(main)
+
+
+def test_a_look_that_fails_is_logged_and_the_next_one_taken(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with listing() as (directory, told, looked):
+            told.there["one"] = Member("one", 1, "h:1")  # so that it cannot join
+            directory.says(Member("one", 1, "h:1"))
+            state = await looked()
+            assert not state["up"] and "AssertionError" in str(state["trouble"])
+            told.there.clear()
+            assert (await looked())["up"] and list(told.there) == ["one"]
+
+    in_loop(main)
+    assert caplog.text.count("Traceback") == 1
+
+
+@contextlib.asynccontextmanager
+async def told_of(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Seen, Listing]]:
+    """A worker with a directory that says what it is told to; its members listen nowhere."""
+    directory = Listing()
+    monkeypatch.setattr(members, "open_directory", lambda *_: directory)
+    async with seeing(NodeConfig(directory="redis://127.0.0.1:1", cluster="c"), None) as seen:
+        yield seen, directory
+
+
+def test_names_that_come_and_go_use_up_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "NODES_MAX", 8)
+
+    async def main() -> None:
+        async with told_of(monkeypatch) as (seen, directory):
+            for turn in range(6):
+                names = [f"pod-{turn}-{at}" for at in range(5)]
+                directory.says(*(Member(it, 1, "") for it in names))
+                await eventually(lambda names=names: {f"node:{it}" for it in names} <= seen.sight.sources.keys())
+                assert seen.nodes.members.state()["up"] and len(seen.roster.nodes) <= 8
+                numbers = [seen.roster.known_node(it) for it in names]
+                assert len(set(numbers)) == 5 and None not in numbers and seen.roster.known_node("far") == 0
+            directory.says(*(Member(f"more-{at}", 1, "") for at in range(9)))
+            await eventually(lambda: "left out" in str(seen.nodes.members.state()["trouble"]))
+            directory.says(Member("last", 1, ""))
+            await eventually(lambda: seen.nodes.members.state()["up"] and "node:last" in seen.sight.sources)
+            assert seen.nodes.members.state()["members"] == 1
+
+    in_loop(main)
+
+
+def test_plug_ins_on_listed_nodes_count_while_these_are_there() -> None:
+    def registration(layout: str) -> Registration:
+        record = replace(namespace(), layout=layout)
+        return Registration("one.x", Base(record.root(), record), LAYOUT.chunk_tokens, 1)
+
+    async def main() -> None:
+        sight = Sight(["far", "strange"])
+        sight.joined(0, INSTANCE)
+        sources = Sources(sight, [], are_joined=True)
+        for number, name in enumerate(("far", "strange")):
+            sources.member_joined(number, name, by_peers(ME, Member(name, 1, ""), "c", Credentials()))
+        sight.registered(1, [registration("theirs")])
+        assert not sight.state()["models"]["m"]["registered"]
+        sight.registered(0, [registration("ours")])
+        root = sight.root("m", "")
+        assert root == registration("ours").base.root
+        sources.member_left(0, "far")
+        sources.member_joined(0, "far", by_peers(ME, Member("far", 2, ""), "c", Credentials()))
+        assert sight.root("m", "") == root
+        sight.joined(1, replace(INSTANCE, name="two", node="strange"))
+        sight.registered(1, [registration("newer")._replace(instance="two.y")])
+        assert sight.root("m", "") == registration("newer").base.root
+        await sources.close()
+
+    in_loop(main)
+
+
+def test_an_instance_on_a_node_that_is_not_listed_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with told_of(monkeypatch) as (seen, directory):
+            directory.says(Member("fahr", 1, ""))
+            said = {"instance": "one", "up": False, "trouble": "no such node is listed", "answers": 0}
+            await eventually(lambda: seen.source("far") == said and "node:fahr" in seen.sight.sources)
+            assert seen.nodes.members.state()["up"]
+            directory.says(Member("far", 1, ""))
+            await eventually(lambda: "dumps" in seen.source("far"))
+            directory.says()
+            await eventually(lambda: seen.source("far") == said)
+            seen.roster.unregister("one", 1)
+            seen.roster.release(0)
+            await eventually(lambda: "node:far" not in seen.sight.sources)
+
+    in_loop(main)
 
 
 def test_links_are_assumed_between_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,6 +279,36 @@ def test_figures_become_links_and_nonsense_does_not() -> None:
     in_loop(main)
 
 
+class Unread(dict[tuple[Place, int], Link]):
+    """Links that nobody goes through from end to end."""
+
+    def __iter__(self) -> Iterator[tuple[Place, int]]:
+        raise AssertionError("there are as many as pairs of nodes")
+
+
+def test_what_one_node_tells_costs_its_own_links_alone() -> None:
+    async def main() -> None:
+        names = [f"n{it}" for it in range(5)]
+        sources = Sources(Sight(names), [(it, "") for it in names], are_joined=True)
+        sources.links = Unread(sources.links)
+        for number, name in enumerate(names):
+            others = [Figure("host", it, 0.5, 1e6) for it in names if it != name]
+            sources._measured(number, name, (*others, Figure("disk", "", 0.5, 1e6), Figure("remote", "", 0.5, 1e6)))
+        assert len(sources.links) == 5 * 5 + 5 + 5
+        sources._measured(4, "n4", ())
+        sources.member_left(0, "n0")
+        assert sources.links.keys() == {
+            *((Place(Tier.HOST, source), target) for source in range(1, 5) for target in range(1, 5)),
+            *((place, target) for target in range(1, 4) for place in (REMOTE, Place(Tier.DISK, target))),
+        }
+        for number in range(1, 5):
+            sources.member_left(number, names[number])
+        assert not len(sources.links) and not sources._to
+        await sources.close()
+
+    in_loop(main)
+
+
 def test_a_listening_socket_that_nobody_serves_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "CONNECT_S", 0.05)
     path = f"{tmp_path}/d.sock"

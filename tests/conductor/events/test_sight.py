@@ -417,6 +417,46 @@ def test_whose_registration_it_is() -> None:
     assert sight._model_of(1, "unheard-of") is None
 
 
+def other_base(layout: str) -> Base:
+    record = replace(RECORD, layout=layout)
+    return Base(record.root(), record)
+
+
+def test_another_fleets_instance_of_the_same_name_is_not_ours() -> None:
+    sight = Sight(["mine", "theirs"])
+    sight.joined(0, spec("chat-0", node="mine"))
+    sight.member_joined(0)
+    sight.member_joined(1)
+    sight.registered(1, [registration("chat-0.x", 64)])
+    assert not sight.state()["models"]["m"]["registered"]
+    sight.registered(0, [registration("chat-0.y")])
+    assert [it.tokens for it in sight.lenses("m", "", IDS)] == [16, 32]
+    sight.joined(1, spec("chat-1", node=None))  # nobody says where it is
+    sight.registered(1, [registration("chat-0.x", 64), registration("chat-1.x", 128)])
+    assert [it.tokens for it in sight.lenses("m", "", IDS)] == [16, 32, 128]
+
+
+def test_what_nodes_had_registered_that_left_counts_no_more() -> None:
+    sight = Sight([f"n{number}" for number in range(RECORDS_MAX + 4)])
+    again: list[int] = []
+    sight.on_again = again.append
+    sight.joined(0, spec(node=None))
+    for number in range(RECORDS_MAX + 3):
+        sight.member_joined(number)
+        sight.registered(number, [registration(base=other_base(f"g{number}"))])
+    assert len(sight.lenses("m", "", IDS)) == 1 + RECORDS_MAX and again == [0]
+    last, keys = RECORDS_MAX + 3, chunk_keys(bytes(32), IDS, 32)
+    sight.registered(last, [registration(chunk_tokens=64, base=other_base("now"))])
+    for number in range(last):
+        sight.node_changed(number, Tier.HOST, keys, [])
+        sight.member_left(number)
+    assert not sight.index.find(keys, 32) and not sight._listed and list(sight._registrations) == [last]
+    assert [it.tokens for it in sight.lenses("m", "", IDS)] == [16, 64]
+    assert sight.root("m", "") == other_base("now").root
+    sight.member_left(last)  # a node that restarts forgets its engines for a moment, and is away for one
+    assert sight.root("m", "") == other_base("now").root
+
+
 def test_a_registration_that_came_before_its_instance_counts() -> None:
     sight = Sight(["n0"])
     sight.registered(0, [registration()])

@@ -43,14 +43,17 @@ class Publisher:
         self.router = self.context.socket(zmq.ROUTER)
         for it, endpoint in ((self.pub, self.events), (self.router, self.replays)):
             it.setsockopt(zmq.LINGER, 0)
-            it.bind(endpoint)
+            try:
+                it.bind(endpoint)
+            except zmq.ZMQError:
+                self.close()  # or the context waits for them when it ends
+                raise
 
     def reopened(self) -> bool:
         """Try to bind again: what was closed is let go of a moment later."""
         try:
             self.open()
         except zmq.ZMQError:
-            self.close()
             return False
         return True
 

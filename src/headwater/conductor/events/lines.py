@@ -85,6 +85,8 @@ def by_peers(me: Member, peer: Member, cluster: str, credentials: Credentials) -
             raise _distrusted("a certificate of tls_ca", error.verify_message) from None
         except ssl.SSLError as error:
             raise _distrusted("certificates that both sides take", error.reason or "another answer") from None
+        except (ValueError, OverflowError):  # a label that is none, a zero byte, a port beyond 65535
+            raise UnavailableError("it is listed with an address that is none") from None
         return line
 
     return dial

@@ -17,7 +17,7 @@ from headwater.conductor.events.frames import Figure
 from headwater.conductor.events.lines import Dial, by_socket
 from headwater.conductor.events.nodes import NodeWatch
 from headwater.conductor.events.vllm import Subscription, rank_endpoint
-from headwater.conductor.sight import REMOTE, Sight
+from headwater.conductor.sight import REMOTE, Sight, State
 from headwater.fleet import Link, Place
 from headwater.fleetfile.model import InstanceSpec
 from headwater.types import Tier
@@ -28,6 +28,8 @@ HOST_LATENCY_S, HOST_BYTES_S = 1e-3, 5e9
 """Of an engine that reads its own node's memory, which nobody measures: a copy within the host, far sooner done than
 computing anywhere."""
 USUAL_BYTES = 8 << 20
+STORE, OWN_DISK = -1, -2
+OF_NODE = {Tier.REMOTE.value: STORE, Tier.DISK.value: OWN_DISK}
 JOINED_MAX = 128
 """There are as many links as pairs of nodes."""
 
@@ -40,6 +42,9 @@ class Sources:
         which it cannot before it has."""
         self.links: dict[tuple[Place, int], Link] = {}
         """For `Fleet.links`: kept current in place."""
+        self._to: dict[int, dict[int, Link]] = {}
+        """The same by the node that reads, and whence: a node's number for its HOST, or STORE, or OWN_DISK. Places take
+        far longer to hash, and with hundreds of nodes there are as many figures a second as a core can take."""
         self._sight = sight
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._subscriptions: dict[int, list[Subscription]] = {}
@@ -61,6 +66,7 @@ class Sources:
     def member_joined(self, number: int, name: str, dial: Dial) -> None:
         """A node of the cluster, of this name in it, is watched from now on."""
         self._members.add(number)
+        self._sight.member_joined(number)
         self._names.setdefault(name, number)
         self._node(number, name, dial)
 
@@ -76,21 +82,29 @@ class Sources:
         self._there.discard(number)
         self._members.discard(number)
         self._names = {known: it for known, it in self._names.items() if it != number}
-        for key in [it for it in self.links if it[1] == number or it[0] == Place(Tier.HOST, number)]:
-            del self.links[key]
+        self._sight.member_left(number)
+        for source in list(self._to.get(number, ())):
+            self._unlink(source, number)
+        for target in [target for target, known in self._to.items() if number in known]:
+            self._unlink(number, target)
 
     def _node(self, number: int, name: str, dial: Dial | None) -> None:
         """A node is of the fleet from now on, and is watched if we know how to reach it."""
-        self.links[Place(Tier.HOST, number), number] = Link(HOST_LATENCY_S, HOST_BYTES_S)
+        self._link(number, number, HOST_LATENCY_S, HOST_BYTES_S)
         if self._are_joined and len(self._there) < JOINED_MAX:
             for other in self._there - {number}:
-                for source, target in ((number, other), (other, number)):
-                    self.links.setdefault((Place(Tier.HOST, source), target), Link(LATENCY_S, BYTES_S))
+                self._link(number, other, LATENCY_S, BYTES_S)
+                self._link(other, number, LATENCY_S, BYTES_S)
         self._there.add(number)
         if dial is not None:
             watch = self._watches[number] = NodeWatch(number, dial, self._sight, self._measured)
             self._sight.sources[f"node:{name}"] = watch.state
             watch.start()
+
+    @property
+    def rows(self) -> dict[str, State]:
+        """Who tells us; for `Sight.state`."""
+        return self._sight.sources
 
     def tells(self, member: str) -> bool:
         """Whether a node that is watched by its socket has said that it is this member."""
@@ -163,30 +177,50 @@ class Sources:
             self._names.setdefault(name, node)
         elif name:
             self._names[name] = node
-        best: dict[Place, Link] = {}
+        best: dict[int, tuple[float, float, float]] = {}
+        numbers = self._names
         for it in figures:
-            place = self._place(node, it)
-            link = Link(_real(it.latency_s, LATENCY_S), _real(it.bytes_s, BYTES_S))
-            if place is not None and (
-                place not in best or link.seconds(USUAL_BYTES) < best[place].seconds(USUAL_BYTES)
-            ):
-                best[place] = link
-        for key in [key for key in self.links if key[1] == node and key[0] not in best]:
-            if key[0].tier is not Tier.HOST or not (self._are_joined or key[0].number == node):
-                del self.links[key]
-        for place, link in best.items():
-            known = self.links.setdefault((place, node), link)
-            known.latency_s, known.bytes_s = link.latency_s, link.bytes_s
+            source = OF_NODE[it.tier] if it.tier in OF_NODE else numbers.get(it.peer)
+            if source is None:
+                continue
+            latency_s, bytes_s = _real(it.latency_s, LATENCY_S), _real(it.bytes_s, BYTES_S)
+            usual_s = latency_s + USUAL_BYTES / bytes_s
+            before = best.get(source)
+            if before is None or usual_s < before[0]:
+                best[source] = usual_s, latency_s, bytes_s
+        known = self._to.get(node, {})
+        for source in [it for it in known if it not in best]:
+            if source < 0 or not (self._are_joined or source == node):
+                self._unlink(source, node)
+        for source, (_, latency_s, bytes_s) in best.items():
+            link = known.get(source)
+            if link is None or link.latency_s != latency_s or link.bytes_s != bytes_s:
+                self._link(source, node, latency_s, bytes_s)
 
-    def _place(self, node: int, figure: Figure) -> Place | None:
-        if figure.tier == Tier.REMOTE.value:
-            return REMOTE
-        if figure.tier == Tier.DISK.value:
-            return Place(Tier.DISK, node)
-        number = self._names.get(figure.peer)
-        return None if number is None else Place(Tier.HOST, number)
+    def _link(self, source: int, target: int, latency_s: float, bytes_s: float) -> None:
+        """There is this link, or it is as fast as this now; what it has queued stays."""
+        known = self._to.get(target)
+        if known is None:
+            known = self._to[target] = {}
+        link = known.get(source)
+        if link is None:
+            known[source] = self.links[_place(source, target), target] = Link(latency_s, bytes_s)
+        else:
+            link.latency_s, link.bytes_s = latency_s, bytes_s
+
+    def _unlink(self, source: int, target: int) -> None:
+        known = self._to[target]
+        del known[source], self.links[_place(source, target), target]
+        if not known:
+            del self._to[target]
+
+
+def _place(source: int, target: int) -> Place:
+    if source == STORE:
+        return REMOTE
+    return Place(Tier.DISK, target) if source == OWN_DISK else Place(Tier.HOST, source)
 
 
 def _real(value: float | None, assumed: float) -> float:
     """A measured figure; what is none, or not positive, is not believed."""
-    return value if value is not None and math.isfinite(value) and value > 0 else assumed
+    return value if value is not None and 0 < value < math.inf else assumed
