@@ -62,6 +62,8 @@ class Instance:
     prefill_learned_s: float = inf
     decode_learned_s: float = inf
     """When a request last taught these of its `times`. -inf: none has yet, they are a guess; inf: they are certain."""
+    untaught_answers: int = 0
+    """How many answers ended here while one of these was a guess."""
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ import pytest
 
 from headwater.core.admission import Admission, Outcome, Reason, Verdict
 from headwater.core.predictions import Predictions
-from headwater.core.rates import Rates
+from headwater.core.rates import LEAST, Rates
 from headwater.core.routing import queue_s
-from headwater.core.trials import DOUBT_S, TRIALS
+from headwater.core.trials import DOUBT_S, TRIALS, count_ended
 from headwater.enginetimes import EngineTimes
 from headwater.fleet import Ask, Choice, Fleet, Instance, Parts
 
@@ -53,6 +53,21 @@ def test_a_few_go_where_only_a_guess_says_no_and_the_others_wait(goals: dict[str
     assert (waits.outcome, waits.reason) == (Outcome.WAIT, Reason.TRIAL) and waits.after_s
     late = decided(it, queue_s=0.04, waited_s=10.0, **goals)
     assert late.outcome is Outcome.REJECT and late.after_s is not None, "it may come back: nobody knows"
+
+
+@pytest.mark.parametrize(("goals"), [{"ttft_s": 0.5}, {"ttft_s": 10.0, "tpot_s": 0.01}], ids=["prefill", "decode"])
+def test_a_guess_that_answers_do_not_change_keeps_nobody_out(goals: dict[str, float]) -> None:
+    it = instance()
+    it.waiting_requests = 100
+    for _ in range(LEAST):
+        assert decided(it, queue_s=10.0, **goals).outcome is Outcome.WAIT
+        count_ended(it)
+    assert decided(it, queue_s=10.0, **goals).outcome is Outcome.ADMIT
+    it.running_requests, it.running_tokens = 2, 200_000
+    assert decided(it, queue_s=10.0, **goals).outcome is not Outcome.ADMIT, "there is no room"
+    it.running_requests = it.running_tokens = 0
+    it.prefill_learned_s = it.decode_learned_s = 99.0
+    assert decided(it, queue_s=10.0, **goals).outcome is not Outcome.ADMIT, "it is known now"
 
 
 def test_what_requests_have_taught_is_believed() -> None:

@@ -11,7 +11,8 @@ Theory of operation. A request is a flight here, from `take` until it is finishe
 Nothing here waits, and nothing is remembered of a request that is over but what `explained` tells. The core's parts are
 called as the simulator calls them, in the same order: what it says of a policy is what happens here.
 
-Of a request whose answer comes in one piece nothing is learned but how long its answer is.
+Of a request whose answer comes in one piece nothing is learned but how long its answer is: its time says nothing of how
+much of it was prefill. A few of them end what a guess may keep out (`core/trials`).
 """
 
 from __future__ import annotations

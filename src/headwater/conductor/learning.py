@@ -2,7 +2,8 @@
 
 Lines are drawn anew with each outcome, which takes longer than routing a request: of a busy instance, only one in
 `EVERY_S` is looked at. They are looked at when a request has ended and all is known of it; but of an instance whose
-speed is a guess, as soon as there is anything: at the first token, and while an answer comes.
+speed is a guess, as soon as there is anything: at the first token, and while an answer comes. Answers that teach
+nothing of it, as those in one piece, are counted (`trials`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from headwater.conductor.job import Job
 from headwater.conductor.registry import Roster
 from headwater.core.predictions import Outputs
 from headwater.core.rates import WINDOW, Rates
-from headwater.core.trials import guesses_decode, guesses_prefill
+from headwater.core.trials import count_ended, guesses_decode, guesses_prefill
 
 EVERY_S = 0.2
 ANSWERS, ANSWERS_EVERY_S = 256, 0.02
@@ -66,6 +67,10 @@ class Learning:
         """A request ended; it is still in the instances' loads."""
         job, choice = flight.job, flight.choice
         assert choice is not None, f"{flight.name} is nowhere"
+        if whole:
+            instances = self._roster.instances()
+            for it in {choice.prefill, choice.decode}:
+                count_ended(instances[it])
         if not self._is_one_answer(flight):
             return
         if whole:

@@ -6,6 +6,10 @@ there, and where it is decoding that is too slow, while fewer than so many decod
 then it is judged by that. The others wait meanwhile, until their goal cannot be met any more. Loads are those of all
 Conductors: so many are all that is at stake at an instance, however many have learned nothing.
 
+Some answers teach nothing: one in one piece says when it ended, but not what of its time was prefill, nor what was
+queue or decoding, and to take the rest from a guess would make another guess of it. Where `LEAST` answers have ended
+and it is a guess still, it keeps nobody out, however many are there, until it is learned.
+
 What was learned is a guess again after `DOUBT_S` without any outcome, if nothing is there and all are kept out by it:
 an instance that was slow when it began, and is not any more, would never be known for it.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 from math import inf
 
+from headwater.core.rates import LEAST
 from headwater.fleet import Instance
 
 TRIALS = 4
@@ -33,6 +38,17 @@ def guesses_decode(it: Instance) -> bool:
     return it.decode_learned_s == -inf
 
 
+def count_ended(it: Instance) -> None:
+    """An answer ended there, before anything was learned of it."""
+    if it.untaught_answers < LEAST and (guesses_prefill(it) or guesses_decode(it)):
+        it.untaught_answers += 1
+
+
+def is_untaught(it: Instance) -> bool:
+    """Whether it is a guess still, though as many answers have ended there as teach what can be learned."""
+    return it.untaught_answers >= LEAST and (guesses_prefill(it) or guesses_decode(it))
+
+
 def is_doubtful(it: Instance, now: float) -> bool:
     """Whether it is idle, and was too long ago told anything of."""
     return not it.waiting_requests and not it.running_requests and now - it.prefill_learned_s > DOUBT_S
@@ -40,6 +56,8 @@ def is_doubtful(it: Instance, now: float) -> bool:
 
 def has_place(prefill: Instance, decode: Instance, *, decodes: bool) -> bool:
     """Whether one more may try; `decodes`: it is decoding that is to be tried."""
+    if is_untaught(decode if decodes else prefill):
+        return True
     waiting = prefill.waiting_requests
     if decodes:
         waiting += decode.running_requests

@@ -67,6 +67,35 @@ def test_a_goal_on_decoding_is_tried_too_and_learned_before_answers_end() -> Non
     assert rig.is_still()
 
 
+@pytest.mark.parametrize("how", ["one piece", "two answers"])
+@pytest.mark.parametrize("slo", [Slo(ttft_s=0.1), Slo(ttft_s=10.0, tpot_s=0.005)], ids=["prefill", "decode"])
+def test_answers_that_teach_nothing_end_what_a_guess_keeps_out(slo: Slo, how: str) -> None:
+    rig = beginning(times=FAST, slo=slo, quiet=True)
+    clients, free_s = [], {0: 0.0, 1: 0.0}
+
+    def serve(client: Client) -> None:
+        number, now = client.at, rig.timers.now
+        begun_s = free_s[number] = max(free_s[number], now) + FAST.prefill_s(4000)
+        rig.timers.call_later(begun_s - now + 200 * 0.0045, lambda: rig.finish(client, 200))
+
+    for number in range(200):
+        job: dict[str, Any] = {"stream": False} if how == "one piece" else {"n": 2}
+        client = Client(rig.job(prompt(number, 4000), output=200, **job))
+        client.on_sent = serve
+        rig.brain.take(client.job, client.sent, client.refused)
+        clients.append(client)
+        rig.timers.run(0.03)
+    rig.timers.run(60.0)
+    assert rig.is_still() and codes(clients[60:]) == [], "an answer takes a second, and three are enough"
+    assert all(it.prefill_learned_s == float("-inf") for it in rig.brain.fleet.instances.values())
+    seen = []
+    for number in range(200, 212):
+        rig.quiet = False
+        seen.append(rig.take(prompt(number, 4000), output=20))
+        rig.timers.run(1.0)
+    assert codes(seen) == [] and all(it.prefill_learned_s > 0 for it in rig.brain.fleet.instances.values())
+
+
 def test_what_was_learned_is_believed_and_doubted_later() -> None:
     rig = beginning(1, times=SLOW, slo=Slo(ttft_s=1.0))
     clients = []
