@@ -141,6 +141,15 @@ BAD = {
         LEAST + "conductor: {members: {token: x}}\n",
         "conductor.members.token: no such setting; did you mean token_file?",
     ),
+    "a name that no node has": (
+        "model: a\ninstances: [{name: c, url: 'http://h:1', node: a b}]\n",
+        "instances.0.node: 'a b' is not a name of up to 64 letters",
+    ),
+    "a name that is empty": (LEAST + "node: ''\n", "node: '' is not a name"),
+    "members without a name": (
+        LEAST + "directory: redis://kv\nconductor: {members: {name: ''}}\n",
+        "conductor.members.name: '' is not a name",
+    ),
     "no nodes": ("model: a\ninstances: [{name: c, node: n}]\n", "there is no node n; there are no `nodes`"),
     "settings of a node that runs": (
         LEAST + 'nodes: [{name: n, socket: "unix:/run/n", disk: "/kv:1GiB"}]\n',
@@ -228,6 +237,8 @@ BAD = {
         "instances: d: s is another model elsewhere",
     ),
     "a directory": (LEAST + "directory: s3://bucket/b\n", "directory: a directory is kept by Redis or Valkey"),
+    "an empty directory": (LEAST + "directory: ''\n", "directory: '' is not a URL, as in redis://host:6379; leave it"),
+    "an empty directory of a variable": (LEAST + "directory: ${BLANK}\n", "directory: not a URL, as in redis://"),
     "a directory's password": (
         LEAST + f"directory: redis://u:{CANARY}@h:1\n",
         "directory: a password is not written here; write ${NAME}",
@@ -316,6 +327,11 @@ BAD = {
     ),
     "an API key that is not set": (THEIRS.format('api_key: "${NONE}"'), "the environment variable NONE is not set"),
     "an API key that is no word": (THEIRS.format('api_key: "${SPACED}"'), "instances.0.api_key: no key of up to 4096"),
+    "an API key that is blank": (THEIRS.format('api_key: "${BLANK}"'), "instances.0.api_key: no key of up to 4096"),
+    "an API key that is a variable's name": (
+        THEIRS.format('api_key: "${NAMED}"'),
+        "instances.0.api_key: the key is itself the name of a variable",
+    ),
     "an API key twice": (
         THEIRS.format('api_key: "${LONG}", api_key_file: secret'),
         "instances.0.api_key: is there together with api_key_file",
@@ -326,7 +342,7 @@ BAD = {
     ),
 }
 VARIABLES = {"BROKEN": f"redis://u:{CANARY}@[", "HEADWATER_X": "redis://h:1", "SHORT": "abc", "LONG": "x" * 32}
-VARIABLES["SPACED"] = f"{CANARY} x"
+VARIABLES |= {"SPACED": f"{CANARY} x", "BLANK": " \t ", "NAMED": f"${{{CANARY.replace('-', '_')}}}"}
 
 
 @pytest.mark.parametrize(("text", "message"), BAD.values(), ids=BAD)
@@ -354,6 +370,22 @@ conductor: {members: {name: front, token_file: secret}}
     (tmp_path / "secret").chmod(0o644)
     with pytest.raises(ConfigError, match=r"conductor\.members\.token_file: .* has mode 0644"):
         read_fleet(tmp_path / "fleet.yaml")
+
+
+@pytest.mark.parametrize("name", ["Host_5.example", "h" * 55 + "-0123abcd"])
+def test_a_node_of_the_cluster_has_any_name_that_nodes_have(tmp_path: Path, name: str) -> None:
+    text = f"""
+directory: redis://kv
+model: a
+instances: [{{name: c, node: {name}, url: "http://10.0.0.5:8000"}}]
+conductor: {{members: {{name: {name}}}}}
+"""
+    fleet = read(tmp_path, text)
+    assert fleet.instances[0].node == name and fleet.conductor.members == MembersSpec(name)
+    with pytest.raises(ConfigError, match=f"instances: c: there is no node {name}"):
+        read(tmp_path, text.replace('url: "http://10.0.0.5:8000"', "port: 9000"))  # which is started here
+    with pytest.raises(ConfigError, match=f"instances: c: there is no node {name}"):
+        read(tmp_path, text.split("conductor:")[0])
 
 
 def test_an_engines_api_key_is_read_and_never_shown(tmp_path: Path) -> None:

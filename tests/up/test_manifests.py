@@ -127,11 +127,14 @@ def test_the_conductors_own_file_is_the_same_fleet(tmp_path: Path) -> None:
         assert [getattr(new, it) for it in seen] == [getattr(old, it) for it in seen]
 
 
+MEMBERS = ("members-token", "members-cert", "members-key", "members-ca")
+
+
 def conductors_own(folder: Path, found: list[dict[str, Any]]) -> FleetFile:
     """Its file, as it reads it in its pod."""
     text = of_kind(found, "ConfigMap")["blue-fleet"]["data"]["fleet.yaml"]
     assert "/etc/headwater/private/" in text
-    for name in ("secret", "control-token", "node-token", "ca.pem", "cert.pem", "cert.key"):
+    for name in ("secret", "control-token", "node-token", "token", *MEMBERS):
         (folder / name).write_text("c0ffee" * 8)
         (folder / name).chmod(0o600)
     return read_fleet(written(folder, text.replace("/etc/headwater/private", str(folder))), look_up={"KV_URL": URL}.get)
@@ -154,16 +157,73 @@ def test_the_conductor_watches_the_nodes_that_the_directory_lists(tmp_path: Path
 
 
 def test_the_conductor_of_nodes_with_certificates_has_one(tmp_path: Path) -> None:
-    tls = ", tls_cert: /c/near.pem, tls_key: /c/near.key, tls_ca: /c/ca.pem"
+    tls = ", tls_cert: /c/cert.pem, tls_key: /c/cert.key, tls_ca: /c/ca.pem"
     text = CLUSTER.replace("host_memory: 1GiB", f"host_memory: 1GiB{tls}")
     with pytest.raises(ConfigError, match=r"conductor\.members: nodes have certificates"):
         kubernetes(kept(tmp_path, text), Images(), ON_GPUS)
-    members = "members: {name: front, tls_cert: /c/cert.pem, tls_key: /c/cert.key, tls_ca: /c/ca.pem}"
+    members = "members: {name: front, tls_cert: /f/cert.pem, tls_key: /f/cert.key, tls_ca: /c/ca.pem}"
     fleet = kept(tmp_path, text.replace("  tls: off", f"  tls: off\n  {members}"))
     own = conductors_own(tmp_path, objects(kubernetes(fleet, Images(), ON_GPUS)))
-    names = [str(tmp_path / it) for it in ("cert.pem", "cert.key", "ca.pem")]
-    assert own.conductor.members == MembersSpec("front", None, *names)
-    assert {"cert.pem", "cert.key", "ca.pem", "near.pem"} < set(secrets_of(fleet)[0])
+    assert own.conductor.members == MembersSpec("front", None, *(str(tmp_path / it) for it in MEMBERS[1:]))
+    assert {"cert.pem", "cert.key", "ca.pem", *MEMBERS[1:]} < set(secrets_of(fleet)[0])
+    pods = of_kind(objects(kubernetes(fleet, Images(), ON_GPUS)), "Deployment")
+    assert {"cert.pem", "members-cert"} & mounted_files(pods["blue-near"]) == {"cert.pem"}
+    assert {"cert.pem", "members-cert"} & mounted_files(pods["blue-conductor"]) == {"members-cert"}
+
+
+def mounted_files(deployment: dict[str, Any]) -> set[str]:
+    """What a pod gets of the secret's files."""
+    volumes = deployment["spec"]["template"]["spec"]["volumes"]
+    return {item["key"] for it in volumes for item in it.get("secret", {}).get("items", [])}
+
+
+def test_a_token_is_not_the_fleets_secret_by_its_name(tmp_path: Path) -> None:
+    text = CLUSTER.replace("  tls: off", "  tls: off\n  members: {token_file: /a/secret}")
+    fleet = kept(tmp_path, text)
+    found = objects(kubernetes(fleet, Images(), ON_GPUS))
+    own = conductors_own(tmp_path, found)
+    assert own.conductor.members == MembersSpec(token_file=str(tmp_path / "members-token"))
+    pods = of_kind(found, "Deployment")
+    assert mounted_files(pods["blue-conductor"]) == {"control-token", "members-token", "secret"}
+    assert secrets_of(fleet)[0] == ["control-token", "members-token", "node-token", "secret"]
+
+
+def test_the_conductor_has_the_one_token_of_all_nodes(tmp_path: Path) -> None:
+    second = "  - {name: near2, token_file: /x/token}\n  - {name: far, socket"
+    text = CLUSTER.replace("host_memory: 1GiB", "host_memory: 1GiB, token_file: /x/token")
+    text = text.replace("  - {name: far, socket", second)
+    found = objects(kubernetes(kept(tmp_path, text), Images(), ON_GPUS))
+    assert conductors_own(tmp_path, found).conductor.members == MembersSpec(token_file=str(tmp_path / "token"))
+    pods = of_kind(found, "Deployment")
+    for name in ("near", "near2"):
+        assert mounted_files(pods[f"blue-{name}"]) == {"token"}
+    assert mounted_files(pods["blue-conductor"]) == {"control-token", "secret", "token"}
+    for other in ("/y/token", "/x/other"):
+        fleet = kept(tmp_path, text.replace("near2, token_file: /x/token", f"near2, token_file: {other}"))
+        with pytest.raises(
+            ConfigError, match=r"nodes: not all have the same token_file.*conductor\.members\.token_file"
+        ):
+            kubernetes(fleet, Images(), ON_GPUS)
+    with pytest.raises(ConfigError, match="nodes: not all have the same token_file"):
+        kubernetes(kept(tmp_path, text.replace("near2, token_file: /x/token", "near2")), Images(), ON_GPUS)
+
+
+TWICE = {
+    "a node's and the fleet's": ("keys: /x/secret", "", "nodes.near.keys: /x/secret would be secret among the secrets"),
+    "two of a node": ("keys: /x/a, token_file: /y/a", "", "would be a among the secrets, and so would nodes.near."),
+    "two of nodes": ("keys: /x/a", "  - {name: near2, keys: /y/a}\n", "would be a among the secrets"),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "message"), TWICE.values(), ids=TWICE)
+def test_two_files_of_one_name_are_refused(tmp_path: Path, first: str, second: str, message: str) -> None:
+    text = CLUSTER.replace("host_memory: 1GiB", f"host_memory: 1GiB, {first}")
+    text = text.replace("  - {name: far, socket", f"{second}  - {{name: far, socket")
+    text = text.replace("  tls: off", "  tls: off\n  members: {}")
+    with pytest.raises(ConfigError, match=f"{message}.*give one of the files another name"):
+        kubernetes(kept(tmp_path, text), Images(), ON_GPUS)
+    with pytest.raises(ConfigError, match=f"{message}.*give one of the files another name"):
+        compose(kept(tmp_path, text), Images(), ON_CPUS)
 
 
 def test_nodes_that_are_no_cluster_stay_in_their_pods(tmp_path: Path) -> None:
@@ -178,10 +238,11 @@ def test_compose_carries_what_the_conductor_proves_itself_with(tmp_path: Path) -
     text = CLUSTER.replace("  tls: off", "  tls: off\n  members: {token_file: /etc/hw/token}")
     files = compose(kept(tmp_path, text), Images(), ON_CPUS)
     tree = yaml.safe_load(files["compose.yaml"])
-    assert {"source": "token", "target": "/etc/headwater/private/token"} in tree["services"]["conductor"]["secrets"]
-    assert tree["secrets"]["token"] == {"file": "./secrets/token"}
+    mounted = {"source": "members-token", "target": "/etc/headwater/private/members-token"}
+    assert mounted in tree["services"]["conductor"]["secrets"]
+    assert tree["secrets"]["members-token"] == {"file": "./secrets/members-token"}
     own = yaml.safe_load(files["fleet.yaml"])
-    assert own["conductor"]["members"] == {"token_file": "/etc/headwater/private/token"}
+    assert own["conductor"]["members"] == {"token_file": "/etc/headwater/private/members-token"}
     assert [it["name"] for it in own["nodes"]] == ["near", "far"]  # by their sockets: it is on their host
 
 

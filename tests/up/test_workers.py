@@ -17,7 +17,7 @@ import pytest
 
 from headwater.conductor.folder import Lock, private_folder
 from headwater.conductor.serving import reloaded, with_secret
-from headwater.conductor.starting import Start, write_start
+from headwater.conductor.starting import ROWS_EACH, Start, write_start
 from headwater.errors import ConfigError
 from headwater.fleetfile.model import ConductorSpec, FleetFile, TenantSpec
 from tests.conftest import ROOT
@@ -218,6 +218,26 @@ def test_those_that_were_replaced_drain_on_until_there_is_no_row_for_another(fro
     assert it.end() == 0, it.said()  # which all of them hear
     assert not it.alive() and it.marks("drained").keys() == {came[0], *left}
     assert "killed" not in it.said()
+
+
+def test_who_dies_while_a_roll_waits_for_a_row_is_replaced(front: Make) -> None:
+    it = front(2, wish="stubborn", drain_s=60.0)
+    it.serving()
+    first = it.alive()
+    for times in range(1, 4):
+        before = set(it.alive())
+        it.roll(times)
+    victim = next(pid for pid, row in it.alive().items() if pid not in before and row < ROWS_EACH)
+    os.kill(victim, signal.SIGKILL)
+    eventually(lambda: f"worker 0 (pid {victim}) ended with code -9; another one" in it.said(), 15, it.said)
+    it.process.send_signal(signal.SIGHUP)
+    eventually(lambda: "has to end now" in it.said(), 15, it.said)
+    eventually(lambda: len(it.alive()) == 2 * ROWS_EACH, 15, it.said)
+    assert set(first) < set(it.alive())  # who has to end has not ended yet
+    for pid in first:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: "the file was read again" in it.said().split("has to end now")[-1], 15, it.said)
+    assert len(it.alive()) == 2 * ROWS_EACH and "the file is not used" not in it.said()
 
 
 def test_a_worker_that_dies_is_replaced_while_an_older_one_drains(front: Make) -> None:

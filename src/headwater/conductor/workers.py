@@ -9,7 +9,7 @@ Theory of operation. A *place* is one of the N workers that there are to be. Eac
 (`listening`); once it is ready it is the place's, and the old one drains beside it, within `roll_s`. A new one that
 does not become ready leaves the old one where it is, and `roll` says so. Each worker has a row of the page of quotas,
 and each place ROWS_EACH of them: where all are taken when one rolls again, whoever has drained there longest gets
-`drain_s`.
+`drain_s` first. Until then nothing is replaced, and who dies is restarted as ever.
 
 Where a worker has died, those who connect wait for the next one, which comes in a second or two and takes the same
 socket. Where workers die again and again it is closed, so that all connections come to the other places, and the next
@@ -115,7 +115,8 @@ class Crew:
         self._endings: set[asyncio.Task[None]] = set()
         self._clearing: dict[Worker, asyncio.Task[None]] = {}
         """By workers that have not ended, or whose rows are not cleared yet."""
-        self._rolling = asyncio.Lock()
+        self._rolls, self._rolling = asyncio.Lock(), asyncio.Lock()
+        """One roll at a time; and whoever starts a worker, one at a time."""
         self._stopping = False
 
     def __repr__(self) -> str:
@@ -144,17 +145,12 @@ class Crew:
         """Replace all workers by such with another fleet, one after the other. Raises UnavailableError as soon as one
         does not become ready: those that are replaced by then stay so, the others are as before, and later ones get
         what all had before. Raises ConfigError if a worker refuses the fleet."""
-        async with self._rolling:
+        async with self._rolls:
             if self._stopping:
                 raise UnavailableError(_STOPPING)
-            await asyncio.gather(*map(self._make_room, self._places))
-            before, self.fleet = self.fleet, fleet
-            try:
-                for place in self._places:
-                    await self._replace(place)
-            except (ConfigError, ResourceError, UnavailableError):
-                self.fleet = before
-                raise
+            await asyncio.gather(*map(self._make_room, self._places))  # takes long, and who dies meanwhile is restarted
+            async with self._rolling:
+                await self._replace_all(fleet)
 
     def stop_restarting(self) -> None:
         """From now on a worker that ends has ended: somebody has told them to drain."""
@@ -235,6 +231,15 @@ class Crew:
             place.listen_no_more()
             log.warning("%s; another one starts in %.1f s", error, wait_s)
 
+    async def _replace_all(self, fleet: FleetFile) -> None:
+        before, self.fleet = self.fleet, fleet
+        try:
+            for place in self._places:
+                await self._replace(place)
+        except (ConfigError, ResourceError, UnavailableError):
+            self.fleet = before
+            raise
+
     async def _replace(self, place: _Place) -> None:
         if place.worker is None:
             return  # its keeper starts one with the new fleet
@@ -253,9 +258,11 @@ class Crew:
             log.warning("worker %d (pid %d) ended with code %d while it drained", place.number, old.pid, code)
 
     async def _make_room(self, place: _Place) -> None:
-        """Where no row is free, end whoever has drained longest."""
-        if self._free_row(place) is None and place.draining:
-            oldest = place.draining[0]
+        """Where there is no row beside those that drain and the place's own worker, end whoever has drained longest. A
+        row that the worker has left by dying is its successor's."""
+        draining = [it for it in place.draining if it in self._clearing]
+        if len(draining) > ROWS_EACH - 2:
+            oldest = draining[0]
             log.warning("worker %d: the one with pid %d, which still drains, has to end now", place.number, oldest.pid)
             await self._end(oldest)
 

@@ -109,7 +109,9 @@ def _top(secrets: Secrets) -> dict[str, Read]:
 
 
 def _directory(value: object) -> str:
-    return VALKEY if value == VALKEY else directory_place(value)
+    if value != VALKEY and not directory_place(value):
+        raise ConfigError("not a URL, as in redis://host:6379; leave it out where there is no directory")
+    return str(value)
 
 
 def _slo(value: object, place: str) -> Slo:
@@ -145,7 +147,7 @@ def _defaults(secrets: Secrets) -> dict[str, Read]:
         "served_name": plain(words.some_text),
         "flags": plain(words.flags),
         "environment": lambda value, place: words.environment(value, place, secrets),
-        "node": plain(words.name_or_off),
+        "node": plain(words.member_or_off),
     }
 
 
@@ -161,7 +163,7 @@ def _instance(secrets: Secrets) -> dict[str, Read]:
         "ranks": plain(whole_number(1, 64)),
         "capacity_tokens": _COUNT,
         "block_tokens": plain(whole_number(1, 65536)),
-        "api_key": lambda value, place: words.api_key(secrets.named(value, place).strip(), place),
+        "api_key": lambda value, place: _key(secrets.named(value, place).strip(), place, secrets),
         "api_key_file": lambda value, place: _key_file(value, place, secrets),
         **_defaults(secrets),
     }
@@ -169,7 +171,12 @@ def _instance(secrets: Secrets) -> dict[str, Read]:
 
 def _key_file(value: object, place: str, secrets: Secrets) -> tuple[str, str]:
     """Where a key is, and the key."""
-    return secrets.private_path(value, place), words.api_key(secrets.content(value, place), place)
+    return secrets.private_path(value, place), _key(secrets.content(value, place), place, secrets)
+
+
+def _key(content: str, place: str, secrets: Secrets) -> str:
+    """What was found; there is nothing to be checked yet where nothing was looked up."""
+    return content if secrets.look_up is None else words.api_key(content, place)
 
 
 KEYS = ("api_key", "api_key_file")
@@ -263,7 +270,7 @@ def _conductor(value: object, place: str, secrets: Secrets) -> tuple[ConductorSp
 def _members(value: object, place: str, secrets: Secrets) -> MembersSpec:
     files: dict[str, Read] = {"token_file": secrets.private_path, "tls_key": secrets.private_path}
     files |= {"tls_cert": secrets.path, "tls_ca": secrets.path}
-    return MembersSpec(**read_table(value, place, {"name": plain(words.name)} | files))
+    return MembersSpec(**read_table(value, place, {"name": plain(words.member)} | files))
 
 
 def _tls_off(value: object, place: str) -> bool:

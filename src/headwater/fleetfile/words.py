@@ -43,9 +43,16 @@ def name(value: object) -> str:
     return found
 
 
-def name_or_off(value: object) -> str | None:
+def member(value: object) -> str:
+    """What a node can be called, also one that is not started here."""
+    if not (found := node_name(value)):
+        raise ConfigError("not a name")
+    return found
+
+
+def member_or_off(value: object) -> str | None:
     """The same, or off, which YAML reads as false."""
-    return None if value is False or value == "off" else name(value)
+    return None if value is False or value == "off" else member(value)
 
 
 def cluster(value: object) -> str:
@@ -114,7 +121,9 @@ def key_digest(value: object) -> str:
 
 def api_key(content: str, place: str) -> str:
     """A key that goes into a header as it is. What is wrong is not quoted."""
-    if content and not PLACEHOLDER.fullmatch(content) and not _API_KEY.fullmatch(content):
+    if PLACEHOLDER.fullmatch(content):
+        raise ConfigError(f"{place}: the key is itself the name of a variable; put the key there")
+    if not _API_KEY.fullmatch(content):
         raise ConfigError(f"{place}: no key of up to 4096 printable ASCII characters without spaces")
     return content
 

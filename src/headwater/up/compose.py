@@ -25,10 +25,12 @@ from headwater.up.manifests import (
     RUN,
     Group,
     Images,
+    Source,
     conductor_file,
     conductor_secrets,
     conductor_variables,
     groups,
+    merged,
     model_folder,
     node_disk,
     node_memory,
@@ -53,14 +55,14 @@ def compose(fleet: FleetFile, images: Images, machine: Machine) -> dict[str, str
         services["directory"] = _directory(images)
     started = [it for given, it in zip(fleet.instances, whole.instances, strict=True) if given.url is None]
     shares = share_out(started, machine)
-    files: set[str] = set(conductor_secrets(fleet, control=False))
+    files = conductor_secrets(fleet, control=False)
     folders = sorted({folder for it in whole.instances if (folder := model_folder(it.model))})
     for group in groups(fleet, whole):
         if group.node is not None:
             services[group.name], its_files = _node(
                 whole, group, images, ["directory"] if "directory" in services else []
             )
-            files |= set(its_files)
+            files = merged(files, its_files)
         for it in group.instances:
             services[it.name] = _engine(it, whole, group, images, machine, shares[it.name], len(started))
     services["conductor"] = _conductor(whole, images, folders, list(services))
@@ -135,7 +137,7 @@ def _directory(images: Images) -> Service:
     }
 
 
-def _node(fleet: FleetFile, group: Group, images: Images, after: list[str]) -> tuple[Service, list[str]]:
+def _node(fleet: FleetFile, group: Group, images: Images, after: list[str]) -> tuple[Service, dict[str, Source]]:
     assert group.node is not None
     settings, files = node_settings(fleet, group.node)
     command = ["headwater", "node", "--socket", group.node.socket]
@@ -146,7 +148,7 @@ def _node(fleet: FleetFile, group: Group, images: Images, after: list[str]) -> t
     if (disk := node_disk(settings)) is not None:
         service["volumes"].append(_bound(disk[0], read_only=False))
     if files:
-        service["secrets"] = [{"source": name, "target": f"{PRIVATE}/{name}"} for name in files]
+        service["secrets"] = [{"source": name, "target": f"{PRIVATE}/{name}"} for name in sorted(files)]
     if after:
         service["depends_on"] = _after(after)
     return service, files
@@ -192,7 +194,7 @@ def _conductor(fleet: FleetFile, images: Images, folders: list[str], names: list
     service["volumes"] += [_bound(it, read_only=True) for it in folders]
     service["configs"] = [{"source": "fleet", "target": f"{FLEET}/fleet.yaml"}]
     service["secrets"] = [
-        {"source": name, "target": f"{PRIVATE}/{name}"} for name in conductor_secrets(fleet, control=False)
+        {"source": name, "target": f"{PRIVATE}/{name}"} for name in sorted(conductor_secrets(fleet, control=False))
     ]
     port = split_address(spec.control)[1]
     service["healthcheck"] = _health(["python3", "-c", PROBE, f"http://127.0.0.1:{port}/ready"], 60.0)

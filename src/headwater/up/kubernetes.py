@@ -7,7 +7,8 @@ Service CLUSTER-NODE        where the Conductor finds those engines and their ev
 Deployment, Service CLUSTER-conductor
 ConfigMap CLUSTER-fleet     the Conductor's own file, in which every instance has a URL. With a directory it names no
                             node: the Conductor watches those that are listed there, with their token
-NetworkPolicy CLUSTER-...   engines have no keys of their own: only the Conductor reaches them, and nodes each other
+NetworkPolicy CLUSTER-...   only the Conductor and each other reach nodes and engines. Engines ask for a key only where
+                            the file gives them one (VLLM_API_KEY), and not at all paths: this keeps others out
 Secret CLUSTER-secrets      is not written, only referred to
 """
 
@@ -42,10 +43,12 @@ from headwater.up.manifests import (
     RUN,
     Group,
     Images,
+    Source,
     conductor_file,
     conductor_secrets,
     conductor_variables,
     groups,
+    merged,
     model_folder,
     node_disk,
     node_memory,
@@ -70,6 +73,7 @@ def kubernetes(fleet: FleetFile, images: Images, machine: Machine) -> dict[str, 
     for what only works on one host."""
     _check(fleet)
     whole = _clustered(resolve(fleet, Path(RUN)))
+    _sources(fleet, whole)
     found: dict[str, list[Object]] = {}
     reachable = whole if whole.conductor.members is None else replace(whole, nodes=())
     for group in groups(fleet, whole):
@@ -86,14 +90,19 @@ def kubernetes(fleet: FleetFile, images: Images, machine: Machine) -> dict[str, 
 def secrets_of(fleet: FleetFile) -> tuple[list[str], list[str]]:
     """What CLUSTER-secrets has to hold: files, and variables."""
     whole = _clustered(resolve(fleet, Path(RUN)))
-    files = set(conductor_secrets(fleet, control=True))
+    files = _sources(fleet, whole)
     texts = [f"${{{name}}}" for name in conductor_variables(fleet)]
     for group in groups(fleet, whole):
         if group.node is not None:
-            files |= set(_node_files(whole, group)[1])
             texts += group.node.settings.values()
         texts += [text for it in group.instances for text in it.environment.values()]
     return sorted(files), placeholders(texts)
+
+
+def _sources(fleet: FleetFile, whole: FleetFile) -> dict[str, Source]:
+    """All files of the secret. Raises ConfigError where two would be one."""
+    nodes = [_node_files(whole, it)[1] for it in groups(fleet, whole) if it.node is not None]
+    return merged(conductor_secrets(whole, control=True), *nodes)
 
 
 def _check(fleet: FleetFile) -> None:
@@ -113,12 +122,21 @@ def _clustered(fleet: FleetFile) -> FleetFile:
     given = fleet.conductor.members
     if fleet.directory is None or not fleet.nodes or given is not None:
         return fleet
-    settings = [it.settings for it in fleet.nodes]
+    settings = [it.settings for it in fleet.nodes if it.settings]  # those that somebody else runs have none
     if any("tls_cert" in it for it in settings):
         raise ConfigError("conductor.members: nodes have certificates; name the Conductor's own there")
-    token = next((it["token_file"] for it in settings if "token_file" in it), TOKEN)
-    members = MembersSpec(token_file=f"{PRIVATE}/{PurePosixPath(token).name}")
-    return replace(fleet, conductor=replace(fleet.conductor, members=members))
+    tokens = {it.get("token_file", TOKEN) for it in settings}
+    if len(tokens) > 1:
+        raise ConfigError(
+            "nodes: not all have the same token_file, and the Conductor has one; give each the same, or name the "
+            "Conductor's own by conductor.members.token_file"
+        )
+    token = f"{PRIVATE}/{PurePosixPath(tokens.pop() if tokens else TOKEN).name}"
+    nodes = tuple(
+        replace(it, settings={**it.settings, "token_file": token}) if "token_file" in it.settings else it
+        for it in fleet.nodes
+    )
+    return replace(fleet, nodes=nodes, conductor=replace(fleet.conductor, members=MembersSpec(token_file=token)))
 
 
 def _reachable(fleet: FleetFile, group: Group) -> FleetFile:
@@ -137,7 +155,7 @@ def _reachable(fleet: FleetFile, group: Group) -> FleetFile:
 
 def _pods(fleet: FleetFile, group: Group, images: Images, machine: Machine) -> Object:
     containers: list[Object] = []
-    files: list[str] = []
+    files: dict[str, Source] = {}
     volumes: list[Object] = []
     grace_s = ENGINE_STOP_S
     if group.node is not None:
@@ -154,7 +172,7 @@ def _pods(fleet: FleetFile, group: Group, images: Images, machine: Machine) -> O
             *_model_volumes(group.instances),
         ]
     spec: Object = {"initContainers": [copy_secrets(images.headwater)]} if files else {}
-    return deployment(fleet, group.name, spec | {"containers": containers}, grace_s, volumes, files)
+    return deployment(fleet, group.name, spec | {"containers": containers}, grace_s, volumes, sorted(files))
 
 
 def _model_volumes(instances: tuple[InstanceSpec, ...]) -> list[Object]:
@@ -168,7 +186,7 @@ def _model_mounts(volumes: list[Object]) -> list[Object]:
     return [{"name": it["name"], "mountPath": it["hostPath"]["path"], "readOnly": True} for it in volumes]
 
 
-def _node_files(fleet: FleetFile, group: Group) -> tuple[dict[str, str], list[str]]:
+def _node_files(fleet: FleetFile, group: Group) -> tuple[dict[str, str], dict[str, Source]]:
     """A node's settings in a pod; in a cluster others reach it, so it has a token."""
     assert group.node is not None
     settings, files = node_settings(fleet, group.node)
@@ -180,7 +198,7 @@ def _node_files(fleet: FleetFile, group: Group) -> tuple[dict[str, str], list[st
         settings.setdefault("advertise", f"{object_name(fleet, group.name)}:{split_address(settings['listen'])[1]}")
         if not {"token_file", "tls_cert"} & settings.keys():
             settings["token_file"] = f"{PRIVATE}/{TOKEN}"
-            files = sorted({*files, TOKEN})
+            files = merged(files, {TOKEN: Source(f"nodes.{group.name}.token_file", settings["token_file"])})
     return settings, files
 
 
@@ -234,7 +252,7 @@ def _engine_container(fleet: FleetFile, it: InstanceSpec, images: Images, machin
 
 def _conductor(fleet: FleetFile, images: Images) -> Object:
     spec = fleet.conductor
-    files = conductor_secrets(fleet, control=True)
+    files = sorted(conductor_secrets(fleet, control=True))
     named = {name: f"${{{name}}}" for name in conductor_variables(fleet)}
     command = ["headwater", "conductor", f"{FLEET}/fleet.yaml", "--runtime-dir", f"{RUN}/conductor"]
     container = container_of("conductor", images.headwater, command, environment_of(fleet, named))

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from headwater.config import SETTINGS
+from headwater.errors import ConfigError
 from headwater.fleetfile.model import FleetFile, InstanceSpec, MembersSpec, NodeSpec
 from headwater.fleetfile.secrets import PLACEHOLDER
 from headwater.fleetfile.write import as_tree
@@ -41,6 +42,27 @@ class Images:
     headwater: str = f"headwater:{VERSION}"
     engine: str = f"headwater-vllm:{VERSION}"
     directory: str = "valkey/valkey:8"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a file of the secret is from."""
+
+    setting: str
+    path: str
+    """'' where only the setting's reader has it, or nobody yet."""
+
+
+def merged(*files: Mapping[str, Source]) -> dict[str, Source]:
+    """Files of the secret by their names. Raises ConfigError where two files have one name."""
+    found: dict[str, Source] = {}
+    for name, source in (pair for each in files for pair in each.items()):
+        if (other := found.setdefault(name, source)).path != source.path:
+            raise ConfigError(
+                f"{source.setting}: {source.path} would be {name} among the secrets, and so would {other.setting}; "
+                "give one of the files another name"
+            )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +111,23 @@ def conductor_file(fleet: FleetFile, *, control: str | None = None, listen: str 
     return to_yaml(as_tree(replace(fleet, conductor=spec, instances=instances), f"{PRIVATE}/{SECRET}"))
 
 
-def conductor_secrets(fleet: FleetFile, *, control: bool) -> list[str]:
-    """The files that the Conductor's own file names."""
-    found = [SECRET]
-    if control or fleet.conductor.control_token_file is not None:
-        found.append(CONTROL_TOKEN)
-    if fleet.conductor.tls_certificate is not None:
-        found += [TLS_CERTIFICATE, TLS_KEY]
-    if (members := fleet.conductor.members) is not None:
-        found += [PurePosixPath(path).name for path in _files(members).values()]
-    found += [key_name(it) for it in fleet.instances if it.api_key_file is not None]
-    return sorted(set(found))
+def conductor_secrets(fleet: FleetFile, *, control: bool) -> dict[str, Source]:
+    """The files that the Conductor's own file names, by their names in the secret. Raises ConfigError."""
+    spec = fleet.conductor
+    own = {SECRET: Source("secret_file", "")}
+    if control or spec.control_token_file is not None:
+        own[CONTROL_TOKEN] = Source("conductor.control_token_file", spec.control_token_file or "")
+    if spec.tls_certificate is not None:
+        own[TLS_CERTIFICATE] = Source("conductor.tls_certificate", spec.tls_certificate)
+        own[TLS_KEY] = Source("conductor.tls_key", spec.tls_key or "")
+    members = {} if spec.members is None else _files(spec.members)
+    theirs = [{_member_name(name, path): Source(f"conductor.members.{name}", path)} for name, path in members.items()]
+    keys = {
+        key_name(it): Source(f"instances: {it.name}.api_key_file", it.api_key_file)
+        for it in fleet.instances
+        if it.api_key_file is not None
+    }
+    return merged(own, *theirs, keys)
 
 
 def conductor_variables(fleet: FleetFile) -> list[str]:
@@ -119,22 +147,32 @@ def _files(members: MembersSpec) -> dict[str, str]:
     return {name: path for name, path in given.items() if path is not None}
 
 
+def _member_name(setting: str, path: str) -> str:
+    """What such a file is called among the secrets: its own, or as it is called there already, being nodes' too."""
+    place = PurePosixPath(path)
+    if str(place.parent) == PRIVATE:
+        return place.name
+    return f"members-{setting.removesuffix('_file').removeprefix('tls_')}"
+
+
 def _in_container(members: MembersSpec) -> MembersSpec:
-    return replace(members, **{name: f"{PRIVATE}/{PurePosixPath(path).name}" for name, path in _files(members).items()})
+    paths = {name: f"{PRIVATE}/{_member_name(name, path)}" for name, path in _files(members).items()}
+    return replace(members, **paths)
 
 
-def node_settings(fleet: FleetFile, node: NodeSpec) -> tuple[dict[str, str], list[str]]:
+def node_settings(fleet: FleetFile, node: NodeSpec) -> tuple[dict[str, str], dict[str, Source]]:
     """A node's settings in a container, and the files with secrets that they name, which are in PRIVATE there."""
     settings = {"name": node.name, "cluster": fleet.cluster}
     if fleet.directory is not None:
         settings["directory"] = fleet.directory
     settings |= node.settings
-    files = []
+    files: dict[str, Source] = {}
     for name, text in settings.items():
         if SETTINGS[f"node.{name}"].metadata["parse"] is absolute_path and text:
-            files.append(PurePosixPath(text).name)
-            settings[name] = f"{PRIVATE}/{files[-1]}"
-    return settings, sorted(set(files))
+            called = PurePosixPath(text).name
+            files = merged(files, {called: Source(f"nodes.{node.name}.{name}", text)})
+            settings[name] = f"{PRIVATE}/{called}"
+    return settings, files
 
 
 def node_memory(settings: Mapping[str, str]) -> int:
