@@ -8,9 +8,11 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event, Thread
 
 import pytest
 
@@ -40,6 +42,10 @@ TOKENS, EVENT_BYTES = 400, 64 << 10
 """Of their answers, which are more than all kernel buffers on the way."""
 UNREAD_BYTES = 3 << 19
 """So much a worker keeps of each: what it holds until the client's connection is full, and an event or two beyond."""
+CUT_S = (0.9 * STALLED_S, 2 * STALLED_S + 1.0)
+"""So long after the kernel took the last byte for it a client is cut. A connection that is full is looked at when
+`stalled_s` are over, and if something was received meanwhile, when they are over again; and a machine may be busy."""
+LOOK_S = 0.02
 OTHERS_S = 5.0
 GROWN_BYTES = 12 << 20
 MOMENTS = ("within the request", "before the first token", "within the answer", "in silence", "in one piece")
@@ -48,6 +54,11 @@ WAYS: dict[str, Callable[[Stream], None]] = {
     "reset": Stream.reset,
     "half-close": Stream.half_close,
 }
+
+
+SPARE = 6
+"""Descriptors that come and go by themselves: questions to two instances about their health and their metrics, each on
+a connection that is kept for a while. A leak would have one for each request."""
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +124,7 @@ def test_clients_that_leave(fleet: Fleet) -> None:
     (asked,) = gather(rounds(ROUNDS), within_s=30.0 + ROUNDS / 5)
     assert total(fleet, "aborted") - aborted == asked
     check_quiet(fleet)
-    until(lambda: size_of(worker)[0] <= before[0] + 2, lambda: (before, size_of(worker)))
+    until(lambda: size_of(worker)[0] <= before[0] + SPARE, lambda: (before, size_of(worker)))
     grown_bytes = size_of(worker)[1] - before[1]
     print(
         f"{ROUNDS} rounds, {asked} requests: {grown_bytes} bytes more, descriptors {before[0]} -> {size_of(worker)[0]}"
@@ -127,8 +138,66 @@ def stalled(fleet: Fleet) -> float:
     return float(said[1]) if said else 0.0
 
 
+@dataclass
+class Link:
+    """What the kernel said of a client's connection; each time with the one before, when that was not so yet."""
+
+    taken_bytes: int = 0
+    """What is under way to it."""
+    taken_s: tuple[float, float] = (0.0, 0.0)
+    cut_s: tuple[float, float] | None = None
+
+
+@dataclass
+class Links:
+    """Connections by the client's port."""
+
+    port: int
+    ports: list[int] = field(default_factory=list)
+    seen: dict[int, Link] = field(default_factory=dict)
+    looked_s: float = 0.0
+
+    def look(self) -> None:
+        """Once more (proc(5): net/tcp): the server's side is not established any more when it has cut a client."""
+        before_s, ports = self.looked_s, list(self.ports)
+        taken = {}
+        asked_s = time.monotonic()
+        lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+        now_s = time.monotonic()
+        for _, local, remote, state, queues, *_ in map(str.split, lines):
+            here, there = (int(it.rpartition(":")[2], 16) for it in (local, remote))
+            if here == self.port and state == "01":
+                taken[there] = int(queues.partition(":")[0], 16)
+        for port in ports:
+            link = self.seen.setdefault(port, Link())
+            if port not in taken:
+                link.cut_s = link.cut_s or (before_s, now_s)
+                continue
+            link.cut_s = None  # a row may be left out while others come and go
+            if taken[port] != link.taken_bytes:
+                link.taken_bytes, link.taken_s = taken[port], (before_s, now_s)
+        self.looked_s = asked_s
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look all the time, from a thread, until the block ends."""
+        over = Event()
+
+        def look() -> None:
+            while not over.wait(LOOK_S):
+                self.look()
+
+        thread = Thread(target=look, name="looking")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
 def test_clients_that_never_read(fleet: Fleet) -> None:
-    """Each is sent more than the kernel holds for it: it is cut after `stalled_s`, and its engine stops. Meanwhile
+    """Each is sent more than the kernel holds for it: it is cut `stalled_s` later, and its engine stops. Meanwhile
     others are served, probes are answered, and what is kept for it is bounded."""
     for it in fleet.engines:
         it.otherwise = Script(large_bytes=EVENT_BYTES)
@@ -136,10 +205,12 @@ def test_clients_that_never_read(fleet: Fleet) -> None:
     (worker,) = fleet.workers()
     before, aborted, cut = size_of(worker)[1], total(fleet, "aborted"), stalled(fleet)
     served_s: list[float] = []
+    links = Links(fleet.port)
 
     async def never(stack: AsyncExitStack) -> None:
         stream = await stack.enter_async_context(await connected(fleet.port, window_bytes=4096))
         stream.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        links.ports.append(stream.writer.get_extra_info("sockname")[1])
         stream.writer.write(request(CHAT, body))
 
     async def all_of_them() -> float:
@@ -154,14 +225,20 @@ def test_clients_that_never_read(fleet: Fleet) -> None:
                 assert (await ask(fleet.port, CHAT, chat("somebody else", stream=True))).status == 200
                 served_s.append(time.monotonic() - asked_s)
                 assert time.monotonic() < begun_s + 30.0, f"{total(fleet)} are still at engines"
-            return time.monotonic() - begun_s
+            took_s = time.monotonic() - begun_s
+            await reached(lambda: all(it.cut_s for it in links.seen.values()), 5.0, "not all were cut")
+            return took_s
 
-    with watched(fleet) as seen:
+    with watched(fleet) as seen, links.looking():
         (took_s,) = gather(all_of_them())
     assert total(fleet, "aborted") - aborted == UNREAD  # none came to its end
     check_quiet(fleet)
     probed_s = quantile(seen.probes_s["/health"], 0.99)
     more_bytes = seen.most_bytes - before
+    # How long at most, and at least: what happened was between two looks.
+    after_s = [(it.cut_s[1] - it.taken_s[0], it.cut_s[0] - it.taken_s[1]) for it in links.seen.values() if it.cut_s]
+    soonest_s, latest_s = min(most for most, _ in after_s), max(least for _, least in after_s)
+    print(f"each was cut {soonest_s:.2f} s to {latest_s:.2f} s after the last byte that was taken for it")
     print(
         f"{UNREAD} clients: all cut after {took_s:.2f} s, {more_bytes >> 20} MiB more in between;"
         f" /health within {probed_s:.3f} s, {len(served_s)} others within {quantile(served_s, 0.99):.3f} s"
@@ -170,6 +247,8 @@ def test_clients_that_never_read(fleet: Fleet) -> None:
     assert len(served_s) >= 3 and quantile(served_s, 0.99) < OTHERS_S
     assert more_bytes < UNREAD * UNREAD_BYTES + GROWN_BYTES
     assert stalled(fleet) - cut == UNREAD
+    assert len(after_s) == UNREAD
+    assert CUT_S[0] < soonest_s and latest_s < CUT_S[1], (soonest_s, latest_s)
 
 
 def test_clients_that_leave_while_they_wait(fleet: Fleet) -> None:

@@ -19,14 +19,15 @@ from tests.conductor.engine import Engine, Gate, Script
 from tests.conductor.events.engine import BLOCK
 from tests.conductor.faults.clients import all_alive, check_quiet
 from tests.conductor.faults.loading import (
+    MUCH,
     Told,
     answered_or_shed,
     ask,
     at_once,
     completion,
-    given,
     looped,
     open_loop,
+    others,
     post,
     quantile,
     reached,
@@ -115,7 +116,8 @@ PROMPT_TOKENS = 250
 A_SECOND = 2 / (PROMPT_TOKENS * PREFILL_TOKEN_S)
 """Prompts that two instances can compute."""
 OVERLOAD = 5
-AGAIN = 3
+TRIES = 3
+"""Rounds, if others had much of the machine meanwhile in all before."""
 
 
 def good(told: list[Told], seconds: float) -> float:
@@ -124,40 +126,60 @@ def good(told: list[Told], seconds: float) -> float:
 
 
 def test_overload_is_shed_at_once_and_leaves_no_trace(tmp_path: Path) -> None:
+    """Bounds are as strict however busy the machine is: a fleet of its own is asked anew, from the beginning, only if
+    others were why, and if they always may have been, nothing is said."""
+    seen = []
+    for number in range(TRIES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        missed, share = overloaded(folder)
+        print(f"others had {share:.2f} of the machine; missed: {missed}")
+        if not missed:
+            return
+        seen.append(f"{share:.2f} ({', '.join(missed)})")
+        assert share > MUCH, f"others had only {share:.2f} of the machine: {missed}"
+    pytest.skip(f"others had so much of the machine, each time: {'; '.join(seen)}")
+
+
+def overloaded(folder: Path) -> tuple[list[str], float]:
+    """One round on a fleet of its own: the bounds that it missed, and the most that others had while it was asked."""
     engine = {"prefill_token_s": PREFILL_TOKEN_S, "slots": 64, "blocks": 1 << 18}
     file = {"slo": {"ttft_s": TTFT_SLO_S}}
-    serial = iter(range(1 << 30))
+    serial, shares = iter(range(1 << 30)), []
 
     def played(fleet: Fleet, load: float, seconds: float) -> list[Told]:
         rate = A_SECOND * load
         bodies = [completion(prompt(next(serial), PROMPT_TOKENS)) for _ in range(round(rate * seconds))]
-        return open_loop(fleet.port, bodies, rate)
+        with others(fleet) as found:
+            told = open_loop(fleet.port, bodies, rate)
+        shares.append(found.share)
+        return told
 
-    with running(tmp_path, 2, engine=engine, file=file) as fleet:
+    with running(folder, 2, engine=engine, file=file) as fleet:
         for it in fleet.engines:
             it.otherwise = Script(token_s=0.005)
         played(fleet, 0.5, 1.0)
         before = good(played(fleet, 0.9, SECONDS), SECONDS)
-        with given(fleet) as cpu:
-            told = played(fleet, OVERLOAD, 1.5 * SECONDS)
+        told = played(fleet, OVERLOAD, 1.5 * SECONDS)
         answered_or_shed(told)
         shed = [it for it in told if it.shed]
         late = [quantile([it.end_s for it in shed], part) for part in (0.5, 0.9, 0.95, 0.99, 1.0)]
-        print(f"before {before:.1f}/s, at {OVERLOAD}x {good(told, 1.5 * SECONDS):.1f}/s; shed within {late} s")
+        during = good(told, 1.5 * SECONDS)
+        print(f"before {before:.1f}/s, at {OVERLOAD}x {during:.1f}/s; shed within {late} s")
         begun_s = time.monotonic()
         check_quiet(fleet)
         print(f"quiet after {time.monotonic() - begun_s:.2f} s")
-        for _ in range(AGAIN):
-            with given(fleet) as cpu_after:
-                after = good(played(fleet, 0.9, SECONDS), SECONDS)
-            print(f"after {after:.1f}/s; given {cpu.share:.2f} and {cpu_after.share:.2f} of the CPU time")
-            if after >= 0.9 * before:
-                break  # else the machine was busy, or it has not recovered
+        after = good(played(fleet, 0.9, SECONDS), SECONDS)
+        print(f"after {after:.1f}/s")
         assert len(shed) > len(told) // 2
-        assert quantile([it.end_s for it in shed], 0.99) * cpu.share <= 0.1
-        assert good(told, 1.5 * SECONDS) >= 0.8 * before * cpu.share
-        assert after >= 0.9 * before * cpu_after.share
         check_quiet(fleet)
+    bounds = {
+        f"{before:.1f}/s before": before >= 0.9 * 0.9 * A_SECOND,
+        f"shed within {late[3]:.3f} s": late[3] <= 0.1,
+        f"{during:.1f}/s in overload, {before:.1f}/s before": during >= 0.8 * before,
+        f"{after:.1f}/s after, {before:.1f}/s before": after >= 0.9 * before,
+    }
+    return [it for it, holds in bounds.items() if not holds], max(shares)
 
 
 def test_1500_streams_at_once_are_served_or_refused(tmp_path: Path) -> None:
