@@ -307,7 +307,8 @@ def test_a_burst_is_read_a_few_at_a_time_and_wholly() -> None:
         for _ in range(1500):
             it.step()
         await rig.agrees()
-        assert turns > 1500 // vllm.FRAMES_A_TURN
+        # Some are read before the other has its first turn.
+        assert turns > 1500 // vllm.FRAMES_A_TURN // 2
         other.cancel()
         await asyncio.gather(other, return_exceptions=True)
 
