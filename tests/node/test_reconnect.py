@@ -325,34 +325,38 @@ def test_a_refusal_is_told_once_and_heals_when_the_node_is_mended(config: NodeCo
         rig.close()
 
 
+def counted(connect: Callable[[], Session], many: int, wait_s: float) -> list[float]:
+    """How long a supervisor wanted to wait before so many connections and more; it waits for `wait_s` instead."""
+    waits: list[float] = []
+
+    class Closed(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            return super().wait(wait_s)
+
+    closed = Closed()
+
+    class Counted(Supervisor):
+        """Has this event from the beginning on."""
+
+        _closed = property(lambda self: closed, lambda self, event: None)
+
+    supervisor = Counted(connect, lambda error: None)
+    try:
+        eventually(lambda: len(waits) > many)
+    finally:
+        supervisor.close()
+    return waits
+
+
 def test_refused_clients_are_in_no_hurry(rig: Rig, supervise, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-
-    class Closed(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            waits.append(timeout or 0.0)
-            return super().wait(0.001)
-
     monkeypatch.setattr("headwater.node.client.random.uniform", lambda low, high: high)
-    supervisor = Supervisor(lambda: Session(rig.link("x"), namespace(groups="bad"), LAYOUT), lambda error: None)
-    supervisor._closed = Closed()
-    eventually(lambda: len(waits) > 3)
-    supervisor.close()
-    assert set(waits[1:]) == {5.0}
+    waits = counted(lambda: Session(rig.link("x"), namespace(groups="bad"), LAYOUT), 3, 0.001)
+    assert set(waits) == {5.0}
 
 
-def test_back_off_grows_is_jittered_and_bounded(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-
-    class Closed(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            waits.append(timeout or 0.0)
-            return super().wait(0)
-
-    supervisor = Supervisor(lambda: session_at(address), lambda error: None)
-    supervisor._closed = Closed()
-    eventually(lambda: len(waits) > 12)
-    supervisor.close()
+def test_back_off_grows_is_jittered_and_bounded(address: str) -> None:
+    waits = counted(lambda: session_at(address), 12, 0.0)
     grown = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
     assert len({round(wait / most, 3) for wait, most in zip(waits, grown, strict=False)}) > 3, "jitter"
     tail = waits[-4:]
