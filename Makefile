@@ -1,13 +1,13 @@
 # Everything a developer needs. `make` alone lists it.
 #   PYTHON=/path/to/python3.11   which Python to make .venv from (default: found)
 #   ARGS="..."                   passed on to pytest, `headwater demo` or `headwater bench`
-#   JOBS=3                       how many tests run at a time: one more than two cores, as many of them wait
+#   JOBS=2                       how many tests run at a time
 #   ROUNDS=20000                 how long `make soak` takes
 
 PYTHON ?=
 ARGS ?=
 BENCH ?= node
-JOBS ?= 3
+JOBS ?= 2
 ROUNDS ?= 20000
 # Where ARGS choose tests, all may be in one of the two runs; pytest ends with 5 when it finds none.
 NONE := $(if $(ARGS), || [ $$? -eq 5 ])

@@ -5,7 +5,7 @@
 Many tests start processes and wait for each other's sockets, beside others on a machine that may be slow. One that
 fails beside others and passes alone is *unsteady*: that is a defect of the test or of what it tests, and is said in so
 many words at the end, with its first failure above; but it does not keep back everything else. One that fails twice has
-failed, and so have all if more than MOST do.
+failed, and so have all if more than MOST do: one test that leaves a thread behind can have a dozen after it fail.
 """
 
 import subprocess
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import pytest
 
-MOST = 12
+MOST = 30
 FAILED = 1
 
 
