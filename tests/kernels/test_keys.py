@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 import numpy as np
@@ -208,15 +207,6 @@ def test_chains_that_are_given_it_have_the_same_keys() -> None:
     named = EngineKeys(ROOT, 8, chain=keys.chain_digests)
     assert named.stored([1, 2], None, tokens[:16]) == hashing.chunk_keys(ROOT, tokens[:16], 8)
     assert named.stored([3], 2, tokens[16:24]) == hashing.chunk_keys(ROOT, tokens[:24], 8)[2:]
-
-
-@pytest.fixture
-def nobody_is_made_to_yield() -> Iterator[None]:
-    """The interpreter takes the GIL from nobody: a thread runs only when another gives it up."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)
-    yield
-    sys.setswitchinterval(before)
 
 
 @native

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,15 +12,6 @@ from tests.kernels.arena import IMPLEMENTATIONS, memory, name, noise
 
 PIECE, COUNT = 4 << 20, 64  # 256 MiB
 SOURCE = noise(PIECE)
-
-
-@pytest.fixture
-def nobody_is_made_to_yield() -> Iterator[None]:
-    """The interpreter takes the GIL from nobody: a thread runs only when another gives it up."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)
-    yield
-    sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=name)
