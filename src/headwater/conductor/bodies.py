@@ -16,7 +16,7 @@ import msgspec
 from headwater._kernels.keys import exact_ids
 from headwater.conductor.http.exchange import Request
 from headwater.conductor.job import BadRequest, Kind, Parsed
-from headwater.conductor.nesting import check_counts, is_deeper
+from headwater.conductor.nesting import NESTING, check_counts, is_deeper
 from headwater.fleetfile.model import Limits
 
 PATHS = {"/v1/chat/completions": Kind.CHAT, "/v1/completions": Kind.COMPLETION}
@@ -53,7 +53,6 @@ OPTIONS = frozenset({
 """Whoever has none of these has nothing of what `read_options` reads."""
 SESSIONS = frozenset({"session_id", "prompt_cache_key", "user"})
 
-_NESTING = frozenset((dict, list))
 _decoder = msgspec.json.Decoder()
 
 
@@ -120,7 +119,7 @@ def decode(body: bytes, limits: Limits) -> dict[str, Any]:
         raise BadRequest("the body must be a JSON object")
     # Most bodies have no levels but one, or fewer brackets than they may have levels.
     if (
-        not _NESTING.isdisjoint(map(type, fields.values()))
+        not NESTING.isdisjoint(map(type, fields.values()))
         and body.count(b"{") + body.count(b"[") > limits.json_depth
         and is_deeper(fields, limits.json_depth)
     ):

@@ -20,7 +20,9 @@ BIG_BYTES = 1 << 19
 """Smaller texts have too few values to matter."""
 
 _OTHERS = bytes(it for it in range(256) if it not in b'",[{')
-_is_nesting = frozenset((dict, list)).__contains__
+NESTING = frozenset((dict, list))
+"""What adds a level."""
+_is_nesting = NESTING.__contains__
 
 
 def check_counts(body: bytes, values: int) -> None:

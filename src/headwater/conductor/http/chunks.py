@@ -53,7 +53,7 @@ class Chunked:
 
     def feed(self, data: bytes, pos: int = 0) -> bytes:
         """The payload in what came, from `pos` on; b'' if there is none. Raises Malformed, with 413 above the limit."""
-        if not self._left and not self._trailers and not self._held:
+        if self.between:
             # Nearly always an event of a stream, which is one chunk, whole.
             line = data.find(b"\r\n", pos, pos + LINE_BYTES)
             size = _KNOWN.get(data[pos:line]) if line > 0 else None

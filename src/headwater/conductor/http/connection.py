@@ -31,7 +31,6 @@ from enum import Enum, auto
 from math import inf
 from typing import Any, Protocol, cast
 
-from headwater._kernels.messages import split
 from headwater.conductor.counts import Counts
 from headwater.conductor.http.answering import JOIN_BYTES, Answer
 from headwater.conductor.http.answers import CONTINUE, Heads, error_body
@@ -63,7 +62,6 @@ _HUNG_UP = (7, 8)
 JSON = (b"content-type", b"application/json")
 _INT = struct.Struct("i")
 _known = Known(parse_request)
-_stated = _known.stated
 
 
 class Owner(Protocol):
@@ -190,14 +188,11 @@ class Connection(asyncio.Protocol):
         """See asyncio."""
         phase = self._phase
         if phase is _HEAD and not (self._held or self._blank or self.full or self._reader.partial):
-            whole = split(data, self._head_bytes, self._head_lines)
-            if whole is not None:
-                head = _stated.get(whole[0])
-                if head is not None and head.length is not None and len(whole[1]) <= self._small_bytes:
-                    # Nearly all requests: one piece, and a head that was read before.
-                    self._begin(head)
-                    self._handle(whole[1])
-                    return
+            whole = _known.whole(data, self._head_bytes, self._head_lines)
+            if whole is not None and len(whole[1]) <= self._small_bytes:
+                self._begin(whole[0])
+                self._handle(whole[1])
+                return
         if phase is _ANSWERING or self._held:
             self._hold(data)
         elif phase is _HEAD or phase is _BODY:

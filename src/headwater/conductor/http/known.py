@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from headwater._kernels.messages import split
+
 Head = TypeVar("Head")
 
 _STATED = (b"\r\nContent-Length: ", b"\r\ncontent-length: ")
@@ -23,10 +25,19 @@ class Known(Generic[Head]):
 
     def __init__(self, parse: Callable[[bytes], Head]) -> None:
         self._parse = parse
-        self.stated: dict[bytes, Head] = {}
-        """Heads with a Content-Length, by their bytes without it: as `_kernels.messages.split` leaves them."""
+        self._stated: dict[bytes, Head] = {}
+        """Heads with a Content-Length, by their bytes without it: as `split` leaves them."""
         self._others: dict[bytes, Head] = {}
         """Apart from those, for one must never be taken for the other."""
+
+    def whole(self, data: bytes, head_bytes: int, lines: int) -> tuple[Head, bytes] | None:
+        """The head and the body, if `data` is one message, whole, with a head that was read before and is within these
+        limits: nearly all that are not streamed. None: it is to be read with care."""
+        found = split(data, head_bytes, lines)
+        if found is None:
+            return None
+        head = self._stated.get(found[0])
+        return None if head is None else (head, found[1])
 
     def read(self, head: bytes) -> tuple[Head, int | None]:
         """The head, and its Content-Length if that may be another than was read before. Raises what `parse` does."""
@@ -42,7 +53,7 @@ class Known(Generic[Head]):
         if not digits.isdigit() or len(digits) > _DIGITS_MAX:
             return self._parse(head), None
         key = head[:found] + head[end:]
-        return self.stated.get(key) or self._learn(self.stated, key, head), int(digits)
+        return self._stated.get(key) or self._learn(self._stated, key, head), int(digits)
 
     def _learn(self, heads: dict[bytes, Head], key: bytes, head: bytes) -> Head:
         known = self._parse(head)

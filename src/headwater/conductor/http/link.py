@@ -26,7 +26,6 @@ from enum import Enum, auto
 from math import inf
 from typing import Protocol, cast
 
-from headwater._kernels.messages import split
 from headwater.conductor.http.chunks import Chunked
 from headwater.conductor.http.exchange import Origin, Quick, Sink
 from headwater.conductor.http.heads import AnswerHead, HeadReader, parse_answer
@@ -42,7 +41,6 @@ IDLE_S = 4.0
 """Less than the 5 s after which engines' servers (uvicorn) close idle connections."""
 
 _known = Known(parse_answer)
-_stated = _known.stated
 
 
 class Why:
@@ -186,10 +184,9 @@ class Link(asyncio.Protocol):
             self._touched = True
             call = self._call
             if not self._reader.partial and call is not None and call.method != "HEAD":
-                whole = split(data, self._head_bytes, self._head_lines)
-                head = _stated.get(whole[0]) if whole is not None else None
-                if whole is not None and head is not None and head.status >= 200 and not head.bodiless:
-                    self._take(call, head, whole[1])
+                whole = _known.whole(data, self._head_bytes, self._head_lines)
+                if whole is not None and not whole[0].bodiless:
+                    self._take(call, *whole)
                     return
             try:
                 self._read_head(data)

@@ -85,8 +85,8 @@ class Lines(dict[tuple[bytes, bytes], bytes]):
 
     def __missing__(self, header: tuple[bytes, bytes]) -> bytes:
         name, value = header
-        if name == _UNIQUE and value.isascii() and b"\r" not in value and b"\n" not in value and b"\0" not in value:
-            return b"x-request-id: " + value + b"\r\n"
+        if name == _UNIQUE and not _UNSAFE.search(value):
+            return b"x-request-id: %b\r\n" % value
         if name == b"connection" and value.lower() not in PLAIN_CONNECTION:
             raise _NamesHeaders
         if not _NAME.fullmatch(name) or _UNSAFE.search(value):
