@@ -69,17 +69,18 @@ class Client:
         if listener is not None and self.closed:
             listener.gone()
 
-    def answer(self, status: int, headers: Headers, body: bytes) -> None:
+    def answer(self, status: int, headers: Headers, body: bytes, lines: bytes = b"") -> None:
         assert not self.started, "an answer was sent twice"
-        self.start(status, headers)
+        self.start(status, headers, lines)
         self.send(body)
         self.end()
 
-    def start(self, status: int, headers: Headers) -> None:
+    def start(self, status: int, headers: Headers, lines: bytes = b"") -> None:
         assert not self.started, "an answer was sent twice"
-        assert all(name == name.lower() for name, _ in headers)
+        self.headers = [*headers, *headers_in(lines)]
+        assert all(name == name.lower() for name, _ in self.headers)
         self.started = True
-        self.status, self.headers = status, headers
+        self.status = status
         self.changed.set()
 
     def send(self, data: bytes) -> None:
@@ -118,6 +119,13 @@ class Client:
         await self.until(lambda: self.closed)
 
 
+def headers_in(lines: bytes) -> Headers:
+    """Header lines, taken apart."""
+    assert not lines or lines.endswith(b"\r\n")
+    parts = [it.split(b": ", 1) for it in lines.split(b"\r\n")[:-1]]
+    return [(name, value) for name, value in parts]
+
+
 class Channel:
     """Takes chunks apart again."""
 
@@ -152,7 +160,7 @@ class Brain_(Brain):
         self.waiting_to_hand_over: Callable[[], None] | None = None
 
     def take(self, job: Job, sent: Sent, refused: Refused) -> None:
-        sent(self.targets[0])
+        sent(job, self.targets[0])
 
     def drop(self, job: Job) -> None:
         self.told.append("drop")
@@ -180,9 +188,9 @@ class Brain_(Brain):
         if self.holds:
             self.waiting.append((sent, refused))
         elif self.targets and self.retries >= 0:
-            sent(self.targets[0])
+            sent(job, self.targets[0])
         else:
-            refused(Refusal(502, "instance_lost", "the instances that served it failed"))
+            refused(job, Refusal(502, "instance_lost", "the instances that served it failed"))
 
     def finished(self, job: Job, *, whole: bool) -> None:
         self.told.append("finished whole" if whole else "finished")
@@ -256,7 +264,8 @@ class House:
         else:
             fields.setdefault("prompt", "hello there")
         body = json.dumps({"model": "toy", **fields}).encode()
-        request = Request("POST", PATHS[kind], "", [(b"content-type", b"application/json"), *(headers or [])], body, "")
+        told = [(b"content-type", b"application/json"), *(headers or [])]
+        request = Request("POST", PATHS[kind], "", told, body, "", dict(told))
         parsed = bodies.read(request, Limits())
         client = Client(request)
         job = Job(f"r{len(self.jobs)}", client, TenantSpec("t"), parsed, 0.0, salt=salt)
@@ -296,8 +305,8 @@ async def house(
         await it.start()
     counts, most = Counts(), limits or Limits()
     pool = UpstreamPool(most, times, counts)
-    headers = {b"x-headwater-instance": b"i"}
-    targets = [Target(at if prefill is None else prefill, at, headers) for at in range(count) if at != prefill]
+    lines = b"x-headwater-instance: i\r\n"
+    targets = [Target(at if prefill is None else prefill, at, lines) for at in range(count) if at != prefill]
     brain, tenants = Brain_(targets, retries), Tenants_()
     registry = Roster_(engines, **(spec or {}))
     relay = Relay(pool, registry, brain, tenants, counts, most, times, time.monotonic, migrate=migrate)

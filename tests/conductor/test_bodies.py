@@ -19,7 +19,7 @@ HI = [{"role": "user", "content": "canary-1f0c"}]
 
 
 def request(body: bytes, path: str = CHAT, headers: Headers | None = None) -> Request:
-    return Request("POST", path, "", headers or [], body, "127.0.0.1")
+    return Request("POST", path, "", headers or [], body, "127.0.0.1", dict(headers or []))
 
 
 def chat(headers: Headers | None = None, limits: Limits = LIMITS, **fields: Any) -> Parsed:
@@ -44,7 +44,7 @@ def test_reads_a_chat() -> None:
         max_tokens=5, return_token_ids=True, user="u", unknown=[1],
     )  # fmt: skip
     assert parsed.fields["unknown"] == [1] and parsed.fields["messages"] == HI
-    parsed.fields = {}
+    parsed.known = {}
     assert parsed == Parsed(
         Kind.CHAT, {}, "m", stream=True, n=2, salt="s", priority=-3, max_tokens=5, session="u", include_usage=True,
         wants_ids=True,

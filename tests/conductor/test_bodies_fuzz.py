@@ -111,7 +111,8 @@ class Maker:
                 body[at : at + cut] = random.choice(
                     [b"", b'"', b"\\", b"[", b"{", b"]", b",", b"NaN", b"1e999", b"\xff", b"\\ud800", b"[" * 300]
                 )
-        return Request("POST", path, "", [(b"x-session-id", random.randbytes(3))], bytes(body), "127.0.0.1")
+        headers = [(b"x-session-id", random.randbytes(3))]
+        return Request("POST", path, "", headers, bytes(body), "127.0.0.1", dict(headers))
 
 
 def outcome(request: Request) -> Parsed | BadRequest:

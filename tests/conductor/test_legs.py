@@ -23,7 +23,7 @@ class Owner:
 
     def __init__(self, **fields: Any) -> None:
         body = b'{"model":"toy","stream":true,%b' % msgspec.json.encode(fields)[1:]
-        request = Request("POST", "/v1/completions", "", [], body, "")
+        request = Request("POST", "/v1/completions", "", [], body, "", {})
         self.limits = Limits()
         self.exchange = Client(request)
         self.job = Job("r", self.exchange, TenantSpec(""), bodies.read(request, self.limits), 0.0)

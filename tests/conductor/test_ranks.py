@@ -86,7 +86,7 @@ def test_nor_one_that_waits_for_another_instance() -> None:
                 while not it.brain.waiting:
                     await asyncio.sleep(0)
             assert not len(counted)
-            it.brain.waiting[0][0](it.brain.targets[0])
+            it.brain.waiting[0][0](it.jobs[0], it.brain.targets[0])
             assert len(counted) == 1
             await client.ended()
             await it.settled()

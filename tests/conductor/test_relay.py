@@ -321,8 +321,8 @@ def test_a_client_that_leaves_ends_it_everywhere(phase: str) -> None:
             assert it.brain.told[-1] == "finished"
             assert ("drop" in it.brain.told) == (phase == "waiting")
             if phase == "waiting":
-                it.brain.waiting[0][0](it.brain.targets[0])  # comes too late
-                it.brain.waiting[0][1](Refusal(503, "x", "x"))
+                it.brain.waiting[0][0](it.jobs[0], it.brain.targets[0])  # comes too late
+                it.brain.waiting[0][1](it.jobs[0], Refusal(503, "x", "x"))
             assert len(client.sent) == sent
             assert not it.engines[1].asked
 
@@ -389,7 +389,7 @@ def test_a_pause_is_kept_over_the_move_to_another() -> None:
             assert client.listener is not None
             client.listener.full()
             sent = len(client.sent)
-            it.brain.waiting[0][0](it.brain.targets[0])
+            it.brain.waiting[0][0](it.jobs[0], it.brain.targets[0])
             await until(lambda: it.engines[1].finished)
             assert len(client.sent) == sent
             client.listener.drained()
@@ -408,8 +408,8 @@ class Leaver(Client):
 
     word = b""
 
-    def start(self, status: int, headers: Headers) -> None:
-        super().start(status, headers)
+    def start(self, status: int, headers: Headers, lines: bytes = b"") -> None:
+        super().start(status, headers, lines)
         if not self.word:
             self.leave()
 
@@ -458,7 +458,7 @@ def test_a_client_that_leaves_with_the_first_words_of_the_second(monkeypatch: py
             it.ask(stream=True, max_tokens=30)
             await until(lambda: it.brain.waiting)
             monkeypatch.setattr(Leaver, "word", b" w")
-            it.brain.waiting[0][0](it.brain.targets[0])
+            it.brain.waiting[0][0](it.jobs[0], it.brain.targets[0])
             await it.settled()
             assert it.brain.told == ["started", "lost closed", "started", "finished"]
 
@@ -474,8 +474,8 @@ def test_what_the_brain_says_too_late_asks_nobody() -> None:
             await until(lambda: it.brain.waiting)
             client.leave()
             sent, refused = it.brain.waiting[0]
-            sent(it.brain.targets[0])
-            refused(Refusal(503, "x", "x"))
+            sent(it.jobs[0], it.brain.targets[0])
+            refused(it.jobs[0], Refusal(503, "x", "x"))
             other = it.ask(stream=True, max_tokens=5)
             await other.ended()
             await it.settled()
@@ -495,7 +495,7 @@ def test_a_paused_call_stays_paused_while_others_are_served() -> None:
             assert client.listener is not None
             client.listener.full()
             sent = len(client.sent)
-            it.brain.waiting[0][0](it.brain.targets[0])
+            it.brain.waiting[0][0](it.jobs[0], it.brain.targets[0])
             await until(lambda: it.engines[1].finished)
             for _ in range(3):
                 other = it.ask(stream=True, max_tokens=30)

@@ -260,8 +260,8 @@ def test_a_client_that_leaves_while_its_stream_moves(phase: str) -> None:
             assert it.engines[1].aborted == (phase != "waiting")
             assert it.counted("ended") == {"left": 1}
             for sent, refused in it.brain.waiting:
-                sent(it.brain.targets[0])
-                refused(Refusal(503, "x", "x"))
+                sent(it.jobs[0], it.brain.targets[0])
+                refused(it.jobs[0], Refusal(503, "x", "x"))
             assert it.brain.told[-1] == "finished"
 
     run(test())

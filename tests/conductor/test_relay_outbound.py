@@ -12,9 +12,9 @@ from headwater.conductor.answers import error_event, refuse, refuse_bad
 from headwater.conductor.http.answers import error_body
 from headwater.conductor.http.exchange import Headers, Request
 from headwater.conductor.job import BadRequest, Job, Kind, Refusal
-from headwater.conductor.outbound import body_to, endpoint, headers_to, prefill_body, replay_body
+from headwater.conductor.outbound import body_to, endpoint, lines_to, prefill_body, replay_body
 from headwater.fleetfile.model import InstanceSpec, Limits, TenantSpec
-from tests.conductor.relays import PATHS, Client
+from tests.conductor.relays import PATHS, Client, headers_in
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
 SPEC = InstanceSpec("i0", "toy", "toy")
@@ -26,7 +26,7 @@ def job_of(
 ) -> Job:
     kind = Kind.CHAT if "messages" in fields else Kind.COMPLETION
     body = raw or json.dumps(fields).encode()
-    request = Request("POST", PATHS[kind], "", headers or [], body, "")
+    request = Request("POST", PATHS[kind], "", headers or [], body, "", dict(headers or []))
     parsed = bodies.read(request, Limits())
     return Job("r1", Client(request), TenantSpec("t", priority=tenant), parsed, 0.0, salt=salt)
 
@@ -108,7 +108,7 @@ def test_the_clients_headers_stay_here() -> None:
         (b"traceparent", b"00-1-2-3"), (b"x-session-id", b"s"),
     ]  # fmt: skip
     job = job_of(CHAT, headers=theirs)
-    assert sorted(headers_to(endpoint(SPEC), job)) == [
+    assert sorted(headers_in(lines_to(endpoint(SPEC), job))) == [
         (b"content-type", b"application/json"),
         (b"traceparent", b"00-1-2-3"),
         (b"x-request-id", b"r1"),
@@ -127,11 +127,11 @@ def test_the_clients_headers_stay_here() -> None:
     ids=["environment", "flag", "flag-with-value", "file"],
 )
 def test_an_instance_gets_its_own_key(spec: InstanceSpec) -> None:
-    assert (b"authorization", b"Bearer own") in headers_to(endpoint(spec), job_of(CHAT))
+    assert (b"authorization", b"Bearer own") in headers_in(lines_to(endpoint(spec), job_of(CHAT)))
 
 
 def test_a_flag_without_a_value_is_none() -> None:
-    assert endpoint(InstanceSpec("i", "m", "m", flags=("--api-key",))).headers == endpoint(SPEC).headers
+    assert endpoint(InstanceSpec("i", "m", "m", flags=("--api-key",))).lines == endpoint(SPEC).lines
 
 
 def test_the_first_leg_of_a_completion() -> None:
@@ -201,4 +201,4 @@ def test_an_error_within_a_stream_is_an_event_and_the_end() -> None:
 
 
 def _client() -> Client:
-    return Client(Request("POST", "/", "", [], b"", ""))
+    return Client(Request("POST", "/", "", [], b"", "", {}))

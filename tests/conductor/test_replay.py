@@ -24,7 +24,7 @@ DONE = b"data: [DONE]\n\n"
 
 def parsed_of(fields: dict[str, Any], *, chat: bool) -> Parsed:
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    return bodies.read(Request("POST", path, "", [], json.dumps({"model": "toy", **fields}).encode(), ""), Limits())
+    return bodies.read(Request("POST", path, "", [], json.dumps({"model": "toy", **fields}).encode(), "", {}), Limits())
 
 
 def said(events: list[bytes]) -> tuple[str, list[int], str | None, Any, list[Any]]:

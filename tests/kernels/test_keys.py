@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from array import array
@@ -187,6 +188,92 @@ def test_exact_ids(exact: Callable[[list[object]], array[int] | None]) -> None:
         assert exact(good) == array("I", good)
     for bad in (True, -1, 2**32, 2**64, -(2**64), 1.0, "1", None, Odd(5), Index(5), np.int64(5)):
         assert exact([1, bad, 2]) is None
+
+
+READERS = pytest.mark.parametrize("reader", [keys.read_ids_without_c, keys.read_ids])
+BLANKS = st.text(" \t\n\r", max_size=2)
+
+
+def as_json_says(text: bytes) -> array[int] | None:
+    """The ids of an array of whole numbers without signs."""
+    try:
+        ids = json.loads(text)
+    except ValueError:
+        return None
+    if type(ids) is not list or not all(type(it) is int and 0 <= it < 2**32 for it in ids) or b"-" in text:
+        return None
+    return array("I", ids)
+
+
+@READERS
+@given(st.lists(st.tuples(BLANKS, st.integers(0, 32).flatmap(lambda bits: st.integers(0, 2**bits - 1)), BLANKS)))
+def test_ids_are_read_from_json(reader: Callable[..., object], ids: list[tuple[str, int, str]]) -> None:
+    text = f" [{','.join(f'{before}{it}{after}' for before, it, after in ids)}]\n".encode()
+    wanted = array("I", [it for _, it, _ in ids])
+    found = reader(text, len(ids))
+    assert type(found) is array and found.typecode == "I" and found == wanted
+    assert reader(memoryview(text), 1 << 40) == wanted
+    assert reader(text, len(ids) - 1) is None, "more than may be"
+
+
+@READERS
+def test_ids_of_all_lengths_at_all_ends(reader: Callable[..., object]) -> None:
+    """Numbers are read eight bytes at a time, but for those near the text's end."""
+    edges = [0, 1, 9, 2**32 - 1, *(10**at + add for at in range(1, 10) for add in (-1, 0, 1))]
+    for one in edges:
+        for two in edges:
+            assert reader(b"[%d,%d]" % (one, two), 2) == array("I", [one, two])
+            assert reader(b"[%d,%d" % (one, two), 2) is None
+
+
+@READERS
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"", b" ", b"[", b"]", b"[]]", b"[[]]", b"[,]", b"[1,]", b"[,1]", b"[1,,2]", b"[1 2]", b"[1]x", b"x[1]",
+        b"[01]", b"[00]", b"[0000000]", b"[01,2,3,4,5]", b"[-0]", b"[-1]", b"[+1]", b"[1.0]", b"[1.0,2,3,4,5]",
+        b"[1e1]", b"[1E1,2,3,4,5]", b"[.1]", b"[4294967296]", b"[4294967296,1]", b"[18446744073709551616,1]",
+        b"[99999999999999999999999999999999]", b"[" + b"9" * 5000 + b"]", b"[1,2\0]", b"[1\v]", b"[\f1]",
+        b"[1,2,3]\xa0", "[\u0661]".encode(), b"[true]", b"[null]", b'["1"]', b"[[1]]", b"{}", b"1", b"1,2",
+        b"[1:2]", b"[/]", b"[1/,2,3,4,5]", b"[:,1,2,3,4]", b"\xef\xbb\xbf[1]", b"[1_0]", b"[1,2,3,4,5\xff]",
+    ],
+)  # fmt: skip
+def test_what_is_no_array_of_ids_is_not_read(reader: Callable[..., object], text: bytes) -> None:
+    assert reader(text, 100) is None
+
+
+@READERS
+def test_texts_of_the_same_characters(reader: Callable[..., object]) -> None:
+    """Nearly all of them are no arrays; whatever they are, it is what JSON says."""
+    draw, good = random.Random(34), 0
+    for _ in range(20_000):
+        text = bytes(draw.choices(b"0123456789,,, [] -.e", k=draw.randrange(14)))
+        if draw.random() < 0.8:
+            text = b"[%b]" % text
+        wanted = as_json_says(text)
+        good += wanted is not None
+        assert reader(text, 100) == wanted, text
+    assert good > 100
+
+
+@READERS
+def test_texts_with_one_byte_changed(reader: Callable[..., object]) -> None:
+    draw = random.Random(35)
+    for _ in range(4000):
+        ids = [draw.randrange(2 ** draw.randrange(1, 33)) for _ in range(draw.randrange(1, 9))]
+        text = bytearray(json.dumps(ids).encode())
+        text[draw.randrange(len(text))] = (
+            draw.choice(b"0123456789,,[] -.e") if draw.random() < 0.7 else draw.randrange(256)
+        )
+        assert reader(bytes(text), 100) == as_json_says(bytes(text)), bytes(text)
+
+
+@READERS
+def test_the_fewest_that_may_be(reader: Callable[..., object]) -> None:
+    assert reader(b"[]", 0) == array("I")
+    for most in (-1, -(2**40)):
+        assert reader(b"[]", most) is None
+    assert reader(b"[1]", 0) is None
 
 
 @native

@@ -1,4 +1,5 @@
-/* headwater._kernels._keys: the chain of SHA-256 digests that a prompt's keys are cut from, in one call.
+/* headwater._kernels._keys: the chain of SHA-256 digests that a prompt's keys are cut from, in one call; and the ids
+ * that it is made from, out of a request's JSON.
  *
  *   digest_i = SHA-256(digest_{i-1} || chunk i of the tokens, each 4 bytes, little-endian)
  *
@@ -287,6 +288,97 @@ static PyObject *exact(PyObject *module, PyObject *ids) {
     return bytes;
 }
 
+/* ---- ids as JSON writes them ------------------------------------------------------------------------------- */
+
+static const uint8_t *blanks(const uint8_t *at, const uint8_t *end) {
+    while (at < end && (*at == ' ' || *at == '\t' || *at == '\n' || *at == '\r'))
+        at++;
+    return at;
+}
+
+/* Up to seven digits and what ends them, in eight bytes: without a branch for each digit, which nobody can predict as
+ * ids are of different lengths. How many digits these are; 0 if that cannot be told from eight bytes. */
+static int digits_short(const uint8_t *at, uint32_t *value) {
+    uint64_t eight;
+    memcpy(&eight, at, sizeof eight);
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+    eight = __builtin_bswap64(eight);
+#endif
+    /* The high bit of each byte that is no digit; above the first of them carries may say so of others too. */
+    uint64_t low = eight ^ 0x3030303030303030;
+    uint64_t others = (low | (low + 0x7676767676767676)) & 0x8080808080808080;
+    if (!others)
+        return 0;
+    int digits = __builtin_ctzll(others) / 8;
+    if (!digits)
+        return 0;
+    low <<= 64 - 8 * digits; /* the last digit is in the highest byte, and noughts are before the first */
+    low = low * (1 + (10 << 8)) >> 8;
+    low = (low & 0x00FF00FF00FF00FF) * (1 + (100 << 16)) >> 16;
+    *value = (uint32_t)((low & 0x0000FFFF0000FFFF) * (1 + (10000ULL << 32)) >> 32);
+    return digits;
+}
+
+/* Behind a number of 32 bits as JSON writes it; NULL if there is none. */
+static const uint8_t *read_id(const uint8_t *at, const uint8_t *end, uint32_t *value) {
+    if (end - at >= 8) {
+        int digits = digits_short(at, value);
+        if (digits)
+            return *at == '0' && digits > 1 ? NULL : at + digits;
+    }
+    const uint8_t *first = at;
+    uint64_t sum = 0;
+    for (; at < end && *at >= '0' && *at <= '9' && sum <= UINT32_MAX; at++)
+        sum = sum * 10 + (*at - '0');
+    if (at == first || sum > UINT32_MAX || (*first == '0' && at - first > 1))
+        return NULL;
+    *value = (uint32_t)sum;
+    return at;
+}
+
+/* How many ids the text is an array of; -1 if it is none, or one of more than `room` ids. */
+static Py_ssize_t read_array(const uint8_t *at, const uint8_t *end, uint32_t *ids, Py_ssize_t room) {
+    at = blanks(at, end);
+    if (at == end || *at++ != '[')
+        return -1;
+    at = blanks(at, end);
+    Py_ssize_t count = 0;
+    bool is_over = at < end && *at == ']';
+    while (!is_over) {
+        if (count == room || !(at = read_id(at, end, ids + count)))
+            return -1;
+        count++;
+        at = blanks(at, end);
+        if (at == end || (*at != ',' && *at != ']'))
+            return -1;
+        is_over = *at == ']';
+        if (!is_over)
+            at = blanks(at + 1, end);
+    }
+    return blanks(at + 1, end) == end ? count : -1;
+}
+
+/* The ids of a JSON array as they are in an array of "I"; None if that is not what the text is, or if it has more
+ * than `most`. A number takes two bytes of the text at least, its comma or bracket included. */
+static PyObject *read_ids(PyObject *module, PyObject *args) {
+    (void)module;
+    Py_buffer text;
+    Py_ssize_t most;
+    if (!PyArg_ParseTuple(args, "y*n:read_ids", &text, &most))
+        return NULL;
+    Py_ssize_t room = most < text.len / 2 ? most : text.len / 2, count = -1;
+    uint32_t *ids = room < 0 ? NULL : PyMem_Malloc(room ? (size_t)room * TOKEN : 1);
+    if (ids)
+        count = read_array(text.buf, (const uint8_t *)text.buf + text.len, ids, room);
+    PyBuffer_Release(&text);
+    if (!ids && room >= 0)
+        return PyErr_NoMemory();
+    PyObject *bytes =
+        count < 0 ? Py_NewRef(Py_None) : PyBytes_FromStringAndSize((const char *)ids, count * TOKEN);
+    PyMem_Free(ids);
+    return bytes;
+}
+
 /* For tests: that what the chain is made with is SHA-256. */
 static PyObject *sha256(PyObject *module, PyObject *args) {
     const char *bytes, *isa = NULL;
@@ -321,6 +413,7 @@ static int module_exec(PyObject *module) {
 static PyMethodDef METHODS[] = {
     {"chain", chain, METH_VARARGS, NULL},
     {"exact", exact, METH_O, NULL},
+    {"read_ids", read_ids, METH_VARARGS, NULL},
     {"sha256", sha256, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

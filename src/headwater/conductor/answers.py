@@ -17,9 +17,9 @@ def error_event(status: int, message: str, code: str | None = None) -> bytes:
     return b"data: " + error_body(status, message, code) + b"\n\n" + DONE
 
 
-def refuse(exchange: Exchange, refusal: Refusal, headers: Headers | None = None) -> None:
+def refuse(exchange: Exchange, refusal: Refusal, headers: Headers | None = None, lines: bytes = b"") -> None:
     """Answer that a request is not served."""
-    exchange.answer(*refused(refusal, headers))
+    exchange.answer(*refused(refusal, headers), lines)
 
 
 def refused(refusal: Refusal, headers: Headers | None = None) -> Reply:

@@ -11,8 +11,8 @@ Theory of operation. A request goes through these stages; whoever is at work say
 
 Whose head is refused is refused before a long body is read (`admit`); what came in one piece is looked at once.
 
-Until the relay has it, a client that leaves is noticed here: whatever the stage, the request is dropped where it is,
-and its place in the tenant's count given back.
+Until the relay has it, a client that leaves is noticed here, if the request has to wait anywhere: it is dropped where
+it is, and its place in the tenant's count given back.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from headwater.conductor import bodies
 from headwater.conductor.answers import refuse, refuse_bad, refused
@@ -87,7 +88,7 @@ class App:
     def handle(self, exchange: Exchange) -> None:
         """Answer a request, now or later."""
         request = exchange.request
-        tenant = self._tenants.who(request.header(b"authorization"))
+        tenant = self._tenants.who(request.named.get(b"authorization"))
         refusal = self._objection(request.method, request.path, tenant)
         if refusal is not None:
             self._refuse(exchange, refusal)
@@ -146,9 +147,60 @@ class App:
         if after_s is not None:
             self._refuse(exchange, Refusal(429, "rate_limit_exceeded", "this key's quota is used up", after_s))
             return
-        job = Job(f"{self._prefix}{next(self._serial):x}", exchange, tenant, parsed, now)
-        job.salt = self._tenants.salt(tenant, parsed.salt)
-        _Entry(self, job).begin()
+        salt = self._tenants.salt(tenant, parsed.salt)
+        job = Job(f"{self._prefix}{next(self._serial):x}", exchange, tenant, parsed, now, salt)
+        self._entered += 1
+        tokenised = self._tokens.start(parsed, partial(self._found, job), salt)
+        if tokenised is not None:
+            self._route(job, tokenised)
+        elif job.phase is Phase.ARRIVED:
+            exchange.watch(_Early(self, job))
+
+    def _found(self, job: Job, tokenised: Tokenised) -> None:
+        """Its tokens are known by now, unless the client has left."""
+        if job.phase is not Phase.DONE:
+            self._route(job, tokenised)
+
+    def _route(self, job: Job, tokenised: Tokenised) -> None:
+        job.tokenised, numbers = tokenised, self._counts.numbers
+        numbers["prompts", tokenised.how] += 1
+        if tokenised.reason:
+            numbers["tokens_unknown", tokenised.reason] += 1
+        if tokenised.seconds:
+            self._counts.observe("tokenising", tokenised.seconds)
+        if tokenised.ids is not None and len(tokenised.ids) > self._limits.prompt_tokens:
+            most = self._limits.prompt_tokens
+            self._end(job)
+            refuse_bad(job.exchange, BadRequest(f"the prompt is longer than {most} tokens", "prompt", 400))
+            return
+        job.phase = Phase.WAITING
+        self._brain.take(job, self._sent, self._refused)
+        if job.phase is Phase.WAITING:
+            job.exchange.watch(_Early(self, job))
+
+    def _sent(self, job: Job, target: Target) -> None:
+        self._entered -= 1
+        job.phase = Phase.SENT
+        self._relay.start(job, target)
+
+    def _refused(self, job: Job, refusal: Refusal) -> None:
+        self._end(job)
+        self._refuse(job.exchange, refusal)
+
+    def _end(self, job: Job) -> None:
+        """It does not come to the relay."""
+        self._entered -= 1
+        job.phase = Phase.DONE
+        job.exchange.watch(None)
+        self._tenants.leave(job.tenant)
+
+    def left(self, job: Job) -> None:
+        """A client has left that waited for tokens or for its turn."""
+        waits = job.phase is Phase.WAITING
+        self._end(job)
+        self._counts.add("ended", "left")
+        if waits:
+            self._brain.drop(job)
 
     def _read(self, request: Request, tenant: TenantSpec) -> Parsed:
         parsed = bodies.read(request, self._limits)
@@ -181,71 +233,17 @@ class App:
         refuse(exchange, refusal, ALLOW.get(refusal))
 
 
-class _Entry:
-    """A request until the relay has it; the client's leaving ends it."""
+class _Early:
+    """Listens for a client whose request has to wait before the relay has it."""
 
-    __slots__ = ("_app", "_ended", "_job")
+    __slots__ = ("_app", "_job")
 
     def __init__(self, app: App, job: Job) -> None:
-        self._app, self._job, self._ended = app, job, False
-
-    def begin(self) -> None:
-        """Ask for its tokens."""
-        self._app._entered += 1
-        self._job.exchange.watch(self)
-        if not self._ended:
-            self._app._tokens.start(self._job.parsed, self._tokenised, self._job.salt)
-
-    def _tokenised(self, tokenised: Tokenised) -> None:
-        if self._ended:
-            return
-        app, job = self._app, self._job
-        job.tokenised = tokenised
-        app._counts.add("prompts", tokenised.how)
-        if tokenised.reason:
-            app._counts.add("tokens_unknown", tokenised.reason)
-        if tokenised.seconds:
-            app._counts.observe("tokenising", tokenised.seconds)
-        if tokenised.ids is not None and len(tokenised.ids) > app._limits.prompt_tokens:
-            most = app._limits.prompt_tokens
-            self._end()
-            refuse_bad(job.exchange, BadRequest(f"the prompt is longer than {most} tokens", "prompt", 400))
-            return
-        job.phase = Phase.WAITING
-        app._brain.take(job, self._sent, self._refused)
-
-    def _sent(self, target: Target) -> None:
-        if self._ended:
-            return
-        self._leave_entry()
-        self._app._relay.start(self._job, target)
-
-    def _refused(self, refusal: Refusal) -> None:
-        if not self._ended:
-            self._end()
-            self._app._refuse(self._job.exchange, refusal)
-
-    def _leave_entry(self) -> None:
-        self._ended = True
-        self._app._entered -= 1
-
-    def _end(self) -> None:
-        self._leave_entry()
-        self._job.phase = Phase.DONE
-        self._job.exchange.watch(None)
-        self._app._tenants.leave(self._job.tenant)
-
-    # ---- Listener
+        self._app, self._job = app, job
 
     def gone(self) -> None:
-        """The client has left before anything was sent."""
-        if self._ended:
-            return
-        waits = self._job.phase is Phase.WAITING
-        self._end()
-        self._app._counts.add("ended", "left")
-        if waits:
-            self._app._brain.drop(self._job)
+        """Nothing was sent yet."""
+        self._app.left(self._job)
 
     def full(self) -> None:
         """Nothing is sent yet."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from headwater.conductor.flight import Flight
 from headwater.conductor.http.exchange import Headers
-from headwater.conductor.job import Job, Lens, Refused, Sent
+from headwater.conductor.job import How, Job, Lens, Refused, Sent
 from headwater.conductor.nobody import is_serving
 from headwater.conductor.parts import Sight
 from headwater.core.predictions import Outputs
@@ -50,8 +50,10 @@ class Asking:
     def flight(self, job: Job, sent: Sent, refused: Refused) -> Flight:
         """A job's flight; fills its `lenses`, `held` and `ask`."""
         parsed, tokenised, tenant = job.parsed, job.tokenised, job.tenant
-        ids, tokens = tokenised.ids if tokenised is not None else None, tokens_of(job)
-        job.lenses = self._sight.lenses(parsed.model, job.salt, ids) if ids is not None else ()
+        tokens, job.lenses = tokens_of(job), ()
+        if tokenised is not None and tokenised.ids is not None:
+            again = tokenised.how is How.KNOWN
+            job.lenses = self._sight.lenses(parsed.model, job.salt, tokenised.ids, again=again)
         lenses = job.lenses
         finest = lenses[0] if len(lenses) == 1 else min(lenses, key=_tokens_of, default=NO_LENS)
         output, most = self._outputs.expected(tenant.name, output_kind(job), OUTPUT_TOKENS), parsed.max_tokens
@@ -75,7 +77,7 @@ class Asking:
             priority,
             ttft_s,
             tpot_s,
-            ids is not None,
+            tokenised is not None and tokenised.ids is not None,
         )
         if lenses and self._needs_held:
             job.held = self._sight.held(parsed.model, lenses)

@@ -116,7 +116,7 @@ class FleetBrain:
         """See `parts.Brain`."""
         if not self._deciding.has_room():
             self._counts.add("limited", "requests")
-            refused(Refusal(503, "overloaded", "too many requests are in progress", RETRY_S))
+            refused(job, Refusal(503, "overloaded", "too many requests are in progress", RETRY_S))
             return
         flight = self._asking.flight(job, sent, refused)
         counted = job.tokenised.how if job.tokenised is not None else How.NONE

@@ -80,7 +80,7 @@ class Deciding:
         """It is not served."""
         self._turns.leave(flight)
         self.over(flight, refusal.code)
-        flight.refused(refusal)
+        flight.refused(flight.job, refusal)
 
     def over(self, flight: Flight, outcome: str) -> None:
         """It has ended, and how."""

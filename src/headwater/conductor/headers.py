@@ -1,9 +1,8 @@
-"""What a client is told of where its request went: the `x-headwater-...` headers, made once for each way to go."""
+"""What a client is told of where its request went: the `x-headwater-...` lines, made once for each way to go."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from headwater.conductor.http.parsing import lines_of
 from headwater.fleet import Choice, Place
 from headwater.fleetfile.model import InstanceSpec
 
@@ -17,7 +16,7 @@ class Said:
     def __init__(self) -> None:
         self._labels: dict[int, tuple[bytes, bytes]] = {}
         """Of an instance, its name and its node's."""
-        self._made: dict[tuple[int, int, int, int, Place | None], Mapping[bytes, bytes]] = {}
+        self._made: dict[tuple[int, int, int, int, Place | None], bytes] = {}
 
     def __repr__(self) -> str:
         return f"Said({len(self._labels)} instances, {len(self._made)} ways)"
@@ -31,24 +30,30 @@ class Said:
         """Its number may be given to another."""
         self._labels.pop(number, None)
 
-    def of(self, choice: Choice) -> Mapping[bytes, bytes]:
-        """What is said of a choice; not to be changed."""
+    def of(self, choice: Choice) -> bytes:
+        """What is said of a choice: header lines, as they are sent."""
         key = (choice.prefill, choice.decode, choice.cached_tokens, choice.fetched_tokens, choice.source)
-        headers = self._made.get(key)
-        if headers is None:
+        lines = self._made.get(key)
+        if lines is None:
             if len(self._made) >= HEADERS_MOST:
                 self._made.clear()
-            headers = self._made[key] = self._make(choice)
-        return headers
+            lines = self._made[key] = self._make(choice)
+        return lines
 
-    def _make(self, choice: Choice) -> Mapping[bytes, bytes]:
+    def _make(self, choice: Choice) -> bytes:
         instance, node = self._labels[choice.decode]
         reuse = f"device={choice.cached_tokens}"
         if choice.source is not None:
             reuse = f"{reuse}, {choice.source.tier.name.lower()}={choice.fetched_tokens}"
-        headers = {b"x-headwater-instance": instance, b"x-headwater-reuse": reuse.encode()}
-        if choice.prefill != choice.decode:
-            headers[b"x-headwater-prefill"] = self._labels[choice.prefill][0]
-        if node:
-            headers[b"x-headwater-node"] = node
-        return headers
+        prefill = self._labels[choice.prefill][0] if choice.prefill != choice.decode else b""
+        return said(instance, reuse, prefill, node)
+
+
+def said(instance: bytes, reuse: str, prefill: bytes = b"", node: bytes = b"") -> bytes:
+    """The lines; those of names that are empty are left out. Raises UnsafeHeader."""
+    headers = [(b"x-headwater-instance", instance), (b"x-headwater-reuse", reuse.encode())]
+    if prefill:
+        headers.append((b"x-headwater-prefill", prefill))
+    if node:
+        headers.append((b"x-headwater-node", node))
+    return lines_of(headers)

@@ -5,10 +5,12 @@ app makes it ──► tokens fills ids ──► brain fills lenses, ask, choic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+import msgspec
 
 from headwater.conductor.http.exchange import Exchange
 from headwater.fleet import Ask, Choice, Held
@@ -36,8 +38,8 @@ class Parsed:
     """A body that was read and checked."""
 
     kind: Kind
-    fields: dict[str, Any]
-    """All of it; keys that we do not know are the engine's business."""
+    known: dict[str, Any] | None
+    """All of it, if it was taken apart; see `fields`."""
     model: str
     stream: bool = False
     n: int = 1
@@ -55,6 +57,20 @@ class Parsed:
     include_usage: bool = False
     wants_ids: bool = False
     """The client itself asked for `return_token_ids`."""
+    body: bytes = b""
+    """What `fields` are read from where they are not known yet."""
+
+    @property
+    def usual(self) -> bool:
+        """It was not taken apart yet, as it has none but usual fields (`bodies.Usual`): a prompt and how to sample."""
+        return self.known is None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All of it; keys that we do not know are the engine's business."""
+        if self.known is None:
+            self.known = msgspec.json.decode(self.body)
+        return self.known
 
 
 class How(StrEnum):
@@ -141,9 +157,9 @@ class Target(NamedTuple):
 
     prefill: int
     decode: int
-    headers: Mapping[bytes, bytes]
-    """x-headwater-...: the instance's name and what is reused from where."""
+    lines: bytes
+    """Header lines, as they are sent: x-headwater-..., the instance's name and what is reused from where."""
 
 
-Sent = Callable[[Target], None]
-Refused = Callable[[Refusal], None]
+Sent = Callable[[Job, Target], None]
+Refused = Callable[[Job, Refusal], None]

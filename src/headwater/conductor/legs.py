@@ -11,7 +11,8 @@ import msgspec
 
 from headwater._kernels.events import TokenEvents
 from headwater.conductor import tokenids
-from headwater.conductor.http.exchange import Exchange, Headers, Quick
+from headwater.conductor.http.exchange import PASSED, Exchange, Headers, Quick
+from headwater.conductor.http.parsing import lines_of
 from headwater.conductor.job import Job, Kind
 from headwater.conductor.replay import EngineError, Story, Translator, Unmovable
 from headwater.conductor.sse import Events, EventTooLong, each, payload
@@ -71,8 +72,8 @@ class Owner(Protocol):
     def counted(self, usage: Usage) -> None:
         """What the engine says about the whole request."""
 
-    def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        """The whole answer for the client."""
+    def answer(self, status: int, lines: bytes, body: bytes) -> None:
+        """The whole answer for the client; lines of its headers, as they are sent."""
 
     def finished(self) -> None:
         """The stream was sent to its [DONE]."""
@@ -112,31 +113,35 @@ class Body:
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
 
     def settle(self, owner: Owner) -> None:
-        """Tell what it is: an answer, the client's error, or nothing that a client should see."""
-        status, body = self.status, self.whole()
+        """Tell what it is."""
+        settle(owner, self.status, lines_of([it for it in self.headers if it[0] in PASSED]), self.whole())
+
+
+def settle(owner: Owner, status: int, lines: bytes, body: bytes) -> None:
+    """Tell what a body in one piece is: an answer, the client's error, or nothing that a client should see."""
+    if status != 200:
         if 400 <= status < 500 and status not in _NOT_OURS:
-            owner.answer(status, self.headers, body)
-            return
-        if status != 200:
+            owner.answer(status, lines, body)
+        else:
             owner.failed("status")
-            return
-        try:
-            answer = _read_answer(body)
-        except msgspec.ValidationError:
-            # JSON, but not as we know it: the engine's business.
-            owner.answer(status, self.headers, body)
-            return
-        except msgspec.MsgspecError:
-            owner.failed("malformed")
-            return
-        if answer.error or answer.object == "error":
-            owner.failed("error")
-            return
-        if answer.usage is not None:
-            owner.counted(answer.usage)
-        if answer.kv_transfer_params or answer.ec_transfer_params:
-            body = _without_transfer(body)
-        owner.answer(status, self.headers, body)
+        return
+    try:
+        answer = _read_answer(body)
+    except msgspec.ValidationError:
+        # JSON, but not as we know it: the engine's business.
+        owner.answer(status, lines, body)
+        return
+    except msgspec.MsgspecError:
+        owner.failed("malformed")
+        return
+    if answer.error or answer.object == "error":
+        owner.failed("error")
+        return
+    if answer.usage is not None:
+        owner.counted(answer.usage)
+    if answer.kv_transfer_params or answer.ec_transfer_params:
+        body = _without_transfer(body)
+    owner.answer(status, lines, body)
 
 
 class Whole:
@@ -149,6 +154,14 @@ class Whole:
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._body: Body | None = None
+
+    def whole(self, status: int, lines: bytes, body: bytes) -> None:
+        """See `Sink`: nearly always."""
+        owner = self._owner
+        if len(body) > owner.limits.answer_bytes:
+            owner.too_long()
+        else:
+            settle(owner, status, lines, body)
 
     def head(self, status: int, headers: Headers) -> None:
         """See `Sink`."""
@@ -172,6 +185,8 @@ class Whole:
 class Stream:
     """A stream as its instance sends it. Its first events are held until the first token is there: up to then nothing
     was sent, and any other instance can be asked instead. From then on nearly all of it goes by `quick`."""
+
+    whole = None
 
     __slots__ = ("_answering", "_body", "_done", "_events", "_held", "_job", "_obstacle", "_owner", "_run", "_strips")
 
@@ -330,7 +345,7 @@ class Moved:
 
     __slots__ = ("_body", "_events", "_owner", "_says", "_story", "_translator")
 
-    quick = None
+    quick = whole = None
 
     def __init__(self, owner: Owner, story: Story, translator: Translator) -> None:
         self._owner, self._story, self._translator = owner, story, translator
@@ -399,7 +414,7 @@ class Small:
 
     __slots__ = ("_body", "_done", "why")
 
-    quick = None
+    quick = whole = None
 
     def __init__(self, done: Callable[[int, bytes], None]) -> None:
         self._done = done

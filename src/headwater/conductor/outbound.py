@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headwater.conductor.http.exchange import Headers
+from headwater.conductor.http.parsing import lines_of
 from headwater.conductor.job import Job, Kind, Parsed
 from headwater.fleetfile.model import InstanceSpec
 
@@ -34,7 +35,8 @@ class Endpoint(NamedTuple):
     """What every request to one instance has in common."""
 
     spec: InstanceSpec
-    headers: Headers
+    lines: bytes
+    """Header lines, as they are sent."""
     prioritises: bool
     """Whether it knows priorities; vLLM refuses them otherwise."""
 
@@ -47,29 +49,33 @@ def credentials(spec: InstanceSpec) -> Headers:
 
 def endpoint(spec: InstanceSpec) -> Endpoint:
     """Of an instance."""
-    headers = [(b"content-type", b"application/json"), *credentials(spec)]
-    return Endpoint(spec, headers, _flag(spec, "--scheduling-policy") == "priority")
+    lines = lines_of([(b"content-type", b"application/json"), *credentials(spec)])
+    return Endpoint(spec, lines, _flag(spec, "--scheduling-policy") == "priority")
 
 
-def headers_to(to: Endpoint, job: Job) -> Headers:
-    """The headers of a request to this instance."""
-    headers = [*to.headers, (b"x-request-id", job.id.encode())]
-    for header in job.exchange.request.headers:
-        if header[0] in PASSED:
-            headers.append(header)  # noqa: PERF401, nearly always none
-    return headers
+def lines_to(to: Endpoint, job: Job) -> bytes:
+    """The header lines of a request to this instance, as they are sent."""
+    lines = b"%bx-request-id: %b\r\n" % (to.lines, job.id.encode())
+    request = job.exchange.request
+    if not PASSED.isdisjoint(request.named):
+        lines += lines_of([it for it in request.headers if it[0] in PASSED])
+    return lines
 
 
 def body_to(to: Endpoint, job: Job, *, asks_ids: bool) -> bytes:
     """The request's body for this instance. `asks_ids`: the stream may have to move, so its ids are asked for."""
-    parsed = job.parsed
+    parsed, tenant = job.parsed, job.tenant
+    if parsed.usual and not (parsed.stream or job.salt or tenant.priority):
+        return job.exchange.request.body
     added = additions(to, job)
     if parsed.stream:
         if asks_ids:
             added["return_token_ids"] = True
         if not parsed.include_usage:
-            options = parsed.fields.get("stream_options")
+            options = None if parsed.usual else parsed.fields.get("stream_options")
             added["stream_options"] = {**(options or {}), "include_usage": True}
+    if parsed.usual:
+        return _appended(job.exchange.request.body, added)
     fields = parsed.fields
     if not dropped(parsed, added) and added.keys().isdisjoint(fields):
         return _appended(job.exchange.request.body, added) if fields else _encode(added)

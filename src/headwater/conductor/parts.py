@@ -1,6 +1,6 @@
 """What the parts of a worker offer each other; one implementation each, and fakes in tests. All in the worker's loop.
 
-app      Handler.handle(exchange) for each request: tenants.admit -> bodies.read -> tokens.start -> brain.take
+app      Handler.handle(exchange) for each request: tenants.enter -> bodies.read -> tokens.start -> brain.take
 brain    take(job, sent, refused) calls one of the two, at once or later; then relay.start(job, target)
 relay    tells the brain: started, progressed, lost (-> another target), finished, always exactly once at the end
 """
@@ -49,9 +49,9 @@ class Tenants(Protocol):
 class Tokens(Protocol):
     """Prompts in token ids."""
 
-    def start(self, parsed: Parsed, done: Callable[[Tokenised], None], salt: str = "") -> None:
-        """Find a prompt's ids off the loop; `done` is called in the loop, at once where they are known. `salt` keeps
-        apart who must not be answered faster for what another has sent."""
+    def start(self, parsed: Parsed, done: Callable[[Tokenised], None], salt: str = "") -> Tokenised | None:
+        """A prompt's ids where they are known; None: they are found off the loop, and `done` is called in the loop,
+        mostly later. `salt` keeps apart who must not be answered faster for what another has sent."""
 
 
 class Registry(Protocol):
@@ -74,8 +74,9 @@ class Registry(Protocol):
 class Sight(Protocol):
     """Who holds what."""
 
-    def lenses(self, model: str, salt: str, ids: Sequence[int]) -> Sequence[Lens]:
-        """A prompt's keys, once for each way of counting them that matters for this model."""
+    def lenses(self, model: str, salt: str, ids: Sequence[int], *, again: bool = False) -> Sequence[Lens]:
+        """A prompt's keys, once for each way of counting them that matters for this model. `again`: these ids are
+        another request's too, by the same object, and may be more requests'."""
 
     def held(self, model: str, lenses: Sequence[Lens]) -> Held:
         """How many leading tokens each place holds."""

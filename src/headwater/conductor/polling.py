@@ -265,7 +265,7 @@ class _Watched:
 class _Question:
     """One GET, its answer and its deadline; `done` is called once, with no status if nothing came of it."""
 
-    quick = None
+    quick = whole = None
 
     def __init__(self, round_: int, timers: Timers, deadline_s: float, done: Callable[[_Question], None]) -> None:
         self.round = round_

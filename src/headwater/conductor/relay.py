@@ -25,10 +25,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headwater.conductor import outbound
-from headwater.conductor.answers import DONE, JSON, error_event, refuse
+from headwater.conductor.answers import DONE, error_event, refuse
 from headwater.conductor.counts import Counts
 from headwater.conductor.http.answers import error_body
 from headwater.conductor.http.exchange import Call, Headers, Sink, Upstreams
+from headwater.conductor.http.parsing import lines_of
 from headwater.conductor.job import Job, Phase, Refusal, Target
 from headwater.conductor.legs import Moved, Small, Stream, Usage, Whole, room_of, usage_of
 from headwater.conductor.parts import Brain, Registry, Tenants
@@ -38,8 +39,9 @@ from headwater.fleetfile.model import Limits, Times
 
 ROOM_S = 10.0
 """How long an instance may take to say how long its model is."""
-_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-_PASSED = frozenset({b"content-type", b"retry-after"})
+_STREAM = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
+_JSON = b"content-type: application/json\r\n"
+_NONE: Headers = []
 
 
 class Relay:
@@ -81,7 +83,7 @@ class Relay:
         self.under_way += 1
         passage = Passage(self, job, target)
         job.exchange.watch(passage)
-        passage.begin_at(target)
+        passage.begin_at(job, target)
 
 
 class Passage:
@@ -119,7 +121,7 @@ class Passage:
 
     # ---- to instances
 
-    def begin_at(self, target: Target) -> None:
+    def begin_at(self, job: Job, target: Target) -> None:
         """Send it there; also what the brain calls with another target."""
         if self._over:
             return
@@ -128,7 +130,7 @@ class Passage:
         if self._plan is not None:
             self._go_on(self._plan)
             return
-        self.job.phase = Phase.SENT
+        job.phase = Phase.SENT
         self._is_prefilled = False
         if target.prefill != target.decode:
             self._prefill(target.prefill)
@@ -198,16 +200,17 @@ class Passage:
     def _place(self, number: int, method: str, path: str, body: bytes, leg: Sink, first_s: float | None = None) -> None:
         relay = self._relay
         to = relay.endpoint(number)
-        headers = outbound.headers_to(to, self.job)
+        lines = outbound.lines_to(to, self.job)
         if to.spec.ranks > 1 and relay.ranks is not None and method == "POST":
             self._leave_rank()
             rank = relay.ranks.take(number, self.job.lenses)
             if rank is not None:
                 self._rank = number, rank
-                headers.append((HEADER, b"%d" % rank))
+                lines += lines_of([(HEADER, b"%d" % rank)])
         self._leg = leg
         most_s = relay.times.first_s if first_s is None else first_s
-        call = relay.upstreams.call(relay.registry.origin(number), method, path, headers, body, leg, first_s=most_s)
+        origin = relay.registry.origin(number)
+        call = relay.upstreams.call(origin, method, path, _NONE, body, leg, first_s=most_s, lines=lines)
         if self._leg is leg:
             self._call = call
             if self._full:
@@ -220,7 +223,7 @@ class Passage:
         job = self.job
         job.first_s = self._relay.clock()
         job.phase = Phase.ANSWERING
-        self.exchange.start(200, [*_STREAM, *self._ours()])
+        self.exchange.start(200, _NONE, _STREAM + self._ours())
         if not self._over:
             self._relay.brain.started(job)
 
@@ -238,19 +241,20 @@ class Passage:
         """See `Owner`."""
         self._prompt_tokens = usage.prompt_tokens
         self.job.answered_tokens = usage.completion_tokens or 0
-        if not self._is_prefilled:
-            self._count_cached(usage)
-        elif usage.prompt_tokens_details is not None:
+        if usage.prompt_tokens_details is None:
+            return
+        if self._is_prefilled:
             self.job.found_tokens = usage.prompt_tokens_details.cached_tokens
+        else:
+            self.job.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
     def _count_cached(self, usage: Usage) -> None:
         if usage.prompt_tokens_details is not None:
             self.job.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
-    def answer(self, status: int, headers: Headers, body: bytes) -> None:
+    def answer(self, status: int, lines: bytes, body: bytes) -> None:
         """See `Owner`."""
-        passed = [it for it in headers if it[0] in _PASSED]
-        self.exchange.answer(status, [*passed, *self._ours()], body)
+        self.exchange.answer(status, _NONE, body, lines + self._ours())
         self._end(whole=status == 200, how="whole" if status == 200 else "client_error")
 
     def finished(self) -> None:
@@ -312,19 +316,19 @@ class Passage:
             self.exchange.end()
         else:
             body = error_body(502, "the instance's answer is beyond the limit", "answer_too_long")
-            self.exchange.answer(502, [JSON, *self._ours()], body)
+            self.exchange.answer(502, _NONE, body, _JSON + self._ours())
         self._end(whole=False, how="too_long")
 
     # ---- what the brain tells
 
-    def _refused(self, refusal: Refusal) -> None:
+    def _refused(self, job: Job, refusal: Refusal) -> None:
         if self._over:
             return
         self._waits = False
         if self.exchange.started:
             self.stuck("refused")
             return
-        refuse(self.exchange, refusal, self._ours())
+        refuse(self.exchange, refusal, lines=self._ours())
         self._end(whole=False, how="refused")
 
     # ---- Listener
@@ -352,8 +356,8 @@ class Passage:
 
     # ---- inside
 
-    def _ours(self) -> Headers:
-        return [*self._target.headers.items(), (b"x-request-id", self.job.id.encode())]
+    def _ours(self) -> bytes:
+        return b"%bx-request-id: %b\r\n" % (self._target.lines, self.job.id.encode())
 
     def _leave_rank(self) -> None:
         if self._rank is not None and self._relay.ranks is not None:
@@ -378,15 +382,18 @@ class Passage:
         call, self._call, self._leg = self._call, None, None
         if self._full and call is not None:
             call.resume()
-        self._leave_rank()
+        if self._rank is not None:
+            self._leave_rank()
         job, relay = self.job, self._relay
         relay.under_way -= 1
         job.phase = Phase.DONE
         job.ended_s = relay.clock()
-        self.exchange.watch(None)
-        ids = job.tokenised.ids if job.tokenised is not None else None
-        prompt = self._prompt_tokens or (len(ids) if ids is not None else 0)
+        if not self.exchange.closed:
+            self.exchange.watch(None)
+        prompt = self._prompt_tokens
+        if not prompt and job.tokenised is not None and job.tokenised.ids is not None:
+            prompt = len(job.tokenised.ids)
         relay.tenants.used(job.tenant, prompt + job.answered_tokens, job.ended_s)
         relay.tenants.leave(job.tenant)
-        relay.counts.add("ended", how)
+        relay.counts.numbers["ended", how] += 1
         relay.brain.finished(job, whole=whole)

@@ -67,6 +67,8 @@ class EngineError(Exception):
 
 def obstacle(parsed: Parsed) -> str:
     """Why a stream that answers this could not be moved, in a word; '' if it could."""
+    if parsed.usual:
+        return ""
     fields = parsed.fields
     chat = parsed.kind is Kind.CHAT
     if parsed.n > 1 or fields.get("best_of", 1) not in (None, 1):

@@ -16,12 +16,13 @@ no key: what is counted here are requests, and where they are.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from headwater.conductor.asking import tokens_of
 from headwater.conductor.counts import Counts
 from headwater.conductor.earning import Earning
+from headwater.conductor.headers import said
 from headwater.conductor.job import How, Job, Phase, Refusal, Refused, Sent, Target
 from headwater.conductor.loads import Loads
 from headwater.conductor.nobody import GRACE_AGAIN_S, RETRY_S, refusal_of
@@ -180,7 +181,7 @@ class Rotation:
         """See `parts.Brain`."""
         if len(self._rides) >= self._limits.requests:
             self._counts.add("limited", "requests")
-            refused(Refusal(503, "overloaded", "too many requests are in progress", RETRY_S))
+            refused(job, Refusal(503, "overloaded", "too many requests are in progress", RETRY_S))
             return
         ride = Ride(job, tokens_of(job), sent, refused)
         memory = self._memory
@@ -221,7 +222,7 @@ class Rotation:
         job.phase, job.routed_s = Phase.SENT, now
         job.tries += 1
         assert ride.sent is not None, f"{ride.request} is over"
-        ride.sent(ride.at)
+        ride.sent(job, ride.at)
 
     def drop(self, job: Job) -> None:
         """See `parts.Brain`."""
@@ -331,7 +332,7 @@ class Rotation:
             self._stop_waiting(ride)
         self._over(ride, job, refusal.code)
         assert refused is not None, f"{ride.request} is over"
-        refused(refusal)
+        refused(job, refusal)
 
     # ---- those who wait for somebody to come back
 
@@ -383,13 +384,9 @@ class Rotation:
 
     def _target(self, prefill: int, decode: int) -> tuple[Target, tuple[str, str]]:
         spec, names = self._roster.spec(decode), self._roster.names
-        headers: Mapping[bytes, bytes] = {
-            b"x-headwater-instance": spec.name.encode(),
-            b"x-headwater-reuse": b"device=0",
-            **({b"x-headwater-prefill": names[prefill].encode()} if prefill != decode else {}),
-            **({b"x-headwater-node": spec.node.encode()} if spec.node else {}),
-        }
-        made = Target(prefill, decode, headers), (names[prefill], names[decode])
+        first = names[prefill].encode() if prefill != decode else b""
+        lines = said(spec.name.encode(), "device=0", first, (spec.node or "").encode())
+        made = Target(prefill, decode, lines), (names[prefill], names[decode])
         self._targets[prefill, decode] = made
         return made
 

@@ -189,13 +189,13 @@ class Sight:
 
     # ---- what the brain asks ----------------------------------------------------------------------------
 
-    def lenses(self, model: str, salt: str, ids: Sequence[int]) -> Sequence[Lens]:
+    def lenses(self, model: str, salt: str, ids: Sequence[int], *, again: bool = False) -> Sequence[Lens]:
         """See parts.Sight. Ids that are asked for are not changed afterwards."""
         known = self._models.get(model)
         if known is None:
             return ()
         ways = known.ways
-        found = self._recent.find(ids, salt, ways)
+        found = self._recent.find(ids, salt, ways) if again else None
         if found is not None:
             return found
         keys = self._roots.keys
@@ -204,7 +204,8 @@ class Sight:
         except (OverflowError, TypeError):
             self.unkeyable += 1
             return ()
-        self._recent.keep(ids, salt, ways, lenses)
+        if again:
+            self._recent.keep(ids, salt, ways, lenses)
         return lenses
 
     def root(self, model: str, salt: str) -> bytes | None:

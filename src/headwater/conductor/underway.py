@@ -100,7 +100,7 @@ class UnderWay:
             self._presumed.add(flight.name, flight.presumed_s, now)
         job.choice, job.phase, job.routed_s = choice, Phase.SENT, now
         job.tries += 1
-        flight.sent(Target(choice.prefill, choice.decode, self._said.of(choice)))
+        flight.sent(job, Target(choice.prefill, choice.decode, self._said.of(choice)))
 
     def begin(self, flight: Flight, now: float) -> None:
         """It decodes from now on, as far as we know."""

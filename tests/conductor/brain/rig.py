@@ -19,6 +19,7 @@ from headwater.enginetimes import EngineTimes
 from headwater.fleet import Held, Place
 from headwater.fleetfile.model import ConductorSpec, FleetFile, InstanceSpec, Limits, Slo, TenantSpec, Times
 from headwater.types import Tier
+from tests.conductor.relays import headers_in
 
 TIMES = EngineTimes(0.010, 1e-4, decode_fixed_s=5e-3, decode_request_s=1e-4, decode_kv_s=1e-8, step_tokens=4096)
 BLOCK = 16
@@ -92,7 +93,7 @@ class MadeSight:
         self.in_store: bool | None = None
         self._known: tuple[object, str, Sequence[Lens]] = (None, "", ())
 
-    def lenses(self, model: str, salt: str, ids: Sequence[int]) -> Sequence[Lens]:
+    def lenses(self, model: str, salt: str, ids: Sequence[int], *, again: bool = False) -> Sequence[Lens]:
         """See `Sight`."""
         if self._known[0] is ids and self._known[1] == model + salt:
             return self._known[2]
@@ -148,8 +149,13 @@ class MadeExchange:
     """What of an exchange the brain looks at."""
 
     def __init__(self, body: bytes, headers: Headers) -> None:
-        self.request = Request("POST", "/v1/completions", "", headers, body, "127.0.0.1")
+        self.request = Request("POST", "/v1/completions", "", headers, body, "127.0.0.1", dict(headers))
         self.started = self.closed = False
+
+
+def headers_of(target: Target) -> dict[bytes, bytes]:
+    """The headers of a target."""
+    return dict(headers_in(target.lines))
 
 
 class Client:
@@ -161,15 +167,15 @@ class Client:
         self.refusal: Refusal | None = None
         self.on_sent: Callable[[Client], None] = lambda it: None
 
-    def sent(self, target: Target) -> None:
+    def sent(self, job: Job, target: Target) -> None:
         """It was sent."""
-        assert self.refusal is None
+        assert self.refusal is None and job is self.job
         self.targets.append(target)
         self.on_sent(self)
 
-    def refused(self, refusal: Refusal) -> None:
+    def refused(self, job: Job, refusal: Refusal) -> None:
         """It was refused."""
-        assert self.refusal is None
+        assert self.refusal is None and job is self.job
         self.refusal = refusal
 
     @property

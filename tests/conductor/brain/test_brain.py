@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headwater.conductor.asking import TPOT_SLO, TTFT_SLO
-from headwater.conductor.job import Phase
+from headwater.conductor.job import How, Lens, Phase, Tokenised
 from headwater.conductor.polling import SLOW_S, SLOW_SHARE
 from headwater.conductor.signals import Signals
 from headwater.enginetimes import EngineTimes
 from headwater.fleet import Link, Place
 from headwater.fleetfile.model import Limits, Slo, TenantSpec
 from headwater.types import Tier
-from tests.conductor.brain.rig import TIMES, BrainRig, Client, prompt, spec
+from tests.conductor.brain.rig import TIMES, BrainRig, Client, headers_of, prompt, spec
 
 SEED = 20240905
 
@@ -26,8 +27,8 @@ def test_a_request_from_beginning_to_end() -> None:
     client = rig.take(prompt(1))
     job, target = client.job, client.targets[0]
     assert (job.phase, job.tries, job.routed_s) == (Phase.SENT, 1, rig.timers.now)
-    assert target.headers[b"x-headwater-instance"] == f"i{client.at}".encode()
-    assert target.headers[b"x-headwater-reuse"] == b"device=0" and b"x-headwater-node" not in target.headers
+    assert headers_of(target)[b"x-headwater-instance"] == f"i{client.at}".encode()
+    assert headers_of(target)[b"x-headwater-reuse"] == b"device=0" and b"x-headwater-node" not in headers_of(target)
     it = rig.brain.fleet.instances[client.at]
     assert (it.waiting_requests, it.waiting_tokens) == (1, 900)
     rig.timers.run(0.2)
@@ -41,7 +42,7 @@ def test_a_request_from_beginning_to_end() -> None:
     assert rig.is_still() and job.phase is Phase.DONE
     assert rig.counts.numbers["outcomes", "whole"] == 1
     again = rig.take(prompt(1))
-    assert again.at == client.at and again.targets[0].headers[b"x-headwater-reuse"] == b"device=896"
+    assert again.at == client.at and headers_of(again.targets[0])[b"x-headwater-reuse"] == b"device=896"
 
 
 def test_a_few_tokens_more_are_not_counted() -> None:
@@ -65,9 +66,26 @@ def test_of_several_lenses_the_finest_gives_the_keys() -> None:
     rig = BrainRig(1, quiet=True)
     one = rig.sight.lenses("m", "", prompt(1))[0]
     coarse = one._replace(keys=one.keys[::2], tokens=32)
-    rig.sight.lenses = lambda *_: [coarse, one]  # type: ignore[method-assign]
+    rig.sight.lenses = lambda *_, again: [coarse, one]  # type: ignore[method-assign]
     client = rig.take(prompt(1))
     assert client.job.ask is not None and client.job.ask.block_tokens == 16 and client.job.ask.keys == one.keys
+
+
+def test_only_of_texts_that_come_again_keys_are_kept() -> None:
+    rig = BrainRig(1, quiet=True)
+    made, said = rig.sight.lenses, []
+
+    def lenses(model: str, salt: str, ids: Sequence[int], *, again: bool = False) -> Sequence[Lens]:
+        said.append(again)
+        return made(model, salt, ids)
+
+    rig.sight.lenses = lenses  # type: ignore[method-assign]
+    for how in (How.GIVEN, How.LOCAL, How.KNOWN):
+        job = rig.job(prompt(1))
+        job.tokenised = Tokenised(prompt(1), how)
+        client = Client(job)
+        rig.brain.take(job, client.sent, client.refused)
+    assert said == [False, False, True]
 
 
 def test_whose_slo_and_priority() -> None:
@@ -425,7 +443,7 @@ def test_what_another_tier_has_is_ordered_at_once() -> None:
     fleet.links |= {(Place(Tier.HOST, 5), 5): Link(1e-4, 1e10)}
     rig.sight.extra = {Place(Tier.REMOTE, 0): 800}
     client = rig.take(prompt(1))
-    assert orders == [(5, 50)] and client.targets[0].headers[b"x-headwater-reuse"] == b"device=0, remote=800"
+    assert orders == [(5, 50)] and headers_of(client.targets[0])[b"x-headwater-reuse"] == b"device=0, remote=800"
     rig.sight.extra = {Place(Tier.HOST, 5): 800}
     rig.take(prompt(2))
     assert len(orders) == 1, "its own HOST needs no order"

@@ -26,7 +26,7 @@ def test_the_candidates_are_those_of_the_moment() -> None:
         return choose(ask, held, fleet)
 
     brain.policy.choose = noting  # type: ignore[method-assign]
-    brain.take(asked, lambda target: None, lambda refusal: None)
+    brain.take(asked, lambda job, target: None, lambda job, refusal: None)
     brain.policy.choose = choose  # type: ignore[method-assign]
     for number in range(20, 60):  # and everything changes
         rig.take(prompt(number))

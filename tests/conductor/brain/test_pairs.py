@@ -12,7 +12,7 @@ from headwater.conductor.patience import FACTOR, SPARE_S, TOKEN_S
 from headwater.enginetimes import EngineTimes
 from headwater.fleet import Place, Role
 from headwater.types import Tier
-from tests.conductor.brain.rig import BLOCK, TIMES, BrainRig, Client, prompt
+from tests.conductor.brain.rig import BLOCK, TIMES, BrainRig, Client, headers_of, prompt
 
 SEED = 20261130
 
@@ -55,7 +55,7 @@ def loads(rig: BrainRig) -> list[tuple[int, int]]:
 def test_headers_name_both() -> None:
     target = pair().take(prompt(1)).targets[0]
     assert (target.prefill, target.decode) == (0, 1)
-    assert target.headers[b"x-headwater-instance"] == b"i1" and target.headers[b"x-headwater-prefill"] == b"i0"
+    assert headers_of(target)[b"x-headwater-instance"] == b"i1" and headers_of(target)[b"x-headwater-prefill"] == b"i0"
 
 
 def test_the_first_leg_is_over_when_it_says_so() -> None:
@@ -195,7 +195,7 @@ def test_what_the_decode_instance_holds_is_not_computed_elsewhere() -> None:
     hand_over(rig, first)
     follow_up, at = sent_to(rig, 1, 900 + BLOCK - 5)
     assert at == (1, 1)
-    assert follow_up.targets[0].headers[b"x-headwater-reuse"] == b"device=896"
+    assert headers_of(follow_up.targets[0])[b"x-headwater-reuse"] == b"device=896"
     assert sent_to(rig, 1, 900 + BLOCK)[1] == (0, 1), "a chunk more is handed over"
 
 

@@ -21,7 +21,7 @@ from headwater.conductor.signals import Signals
 from headwater.core.rivals import RoundRobin
 from headwater.fleet import Ask, Fleet, Role
 from headwater.fleetfile.model import ConductorSpec, FleetFile, InstanceSpec, Limits, Slo, TenantSpec, Times
-from tests.conductor.brain.rig import NOBODY, TIMES, Client, MadeExchange, MadeTimers, prompt, spec
+from tests.conductor.brain.rig import NOBODY, TIMES, Client, MadeExchange, MadeTimers, headers_of, prompt, spec
 from tests.conductor.brain.test_brain import MadeHealth
 
 
@@ -79,7 +79,7 @@ def test_a_request_from_beginning_to_end() -> None:
     client = clients[1]
     job, target = client.job, client.targets[0]
     assert (job.phase, job.tries, job.routed_s) == (Phase.SENT, 1, rig.timers.now)
-    assert target.headers == {b"x-headwater-instance": b"i1", b"x-headwater-reuse": b"device=0"}
+    assert headers_of(target) == {b"x-headwater-instance": b"i1", b"x-headwater-reuse": b"device=0"}
     rig.timers.run(0.2)
     job.first_s = rig.timers.now  # whoever relays may have written it
     rig.brain.started(job)
@@ -234,7 +234,7 @@ def test_of_instances_with_roles_each_does_its_part() -> None:
     clients = [rig.take() for _ in range(6)]
     pairs = [(it.targets[0].prefill, it.targets[0].decode) for it in clients]
     assert pairs == [(0, 1), (2, 3), (0, 4), (2, 1), (0, 3), (2, 4)]
-    assert clients[0].targets[0].headers[b"x-headwater-prefill"] == b"i0"
+    assert headers_of(clients[0].targets[0])[b"x-headwater-prefill"] == b"i0"
     tokens = tokens_of(clients[0].job) + tokens_of(clients[2].job) + tokens_of(clients[4].job)
     assert rig.brain.patience_s(clients[0].job) == pytest.approx(SPARE_S + FACTOR * TOKEN_S * tokens)
     told: list[str] = []
@@ -265,7 +265,7 @@ def test_who_joins_gets_its_turn_and_who_leaves_is_forgotten() -> None:
     assert rig.roster.register(spec("other", capacity_tokens=100_000), 3) == 0
     assert rig.brain.state()["instances"][-1]["ended_requests"] == 0
     client = rig.take()
-    assert client.targets[0].headers[b"x-headwater-instance"] == [b"other", b"i1", b"new"][client.at]
+    assert headers_of(client.targets[0])[b"x-headwater-instance"] == [b"other", b"i1", b"new"][client.at]
 
 
 def test_what_engines_say_and_what_is_remembered() -> None:

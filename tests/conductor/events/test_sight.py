@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -14,6 +15,7 @@ from headwater.conductor.events.device import CAPACITY_TOKENS
 from headwater.conductor.events.hottest import Hottest
 from headwater.conductor.events.namespaces import RECORDS_MAX, Base, Registration
 from headwater.conductor.events.recent import PROMPTS_KEPT, TOKENS_KEPT
+from headwater.conductor.job import Lens
 from headwater.conductor.sight import Sight
 from headwater.core.hashing import chunk_keys
 from headwater.fleet import Place
@@ -505,23 +507,27 @@ def test_the_same_ids_are_not_hashed_twice_and_what_is_kept_is_bounded() -> None
     sight = Sight(["n0"])
     sight.joined(0, spec())
     ids = array("I", IDS)
-    first = sight.lenses("m", "", ids)
-    assert sight.lenses("m", "", ids) is first
-    assert sight.lenses("m", "s", ids) is not first
-    assert list(sight.lenses("m", "", array("I", ids))) == list(sight.lenses("m", "", IDS)) == list(first)
-    assert len(sight._recent) == 2, "a list is one request's own"
+
+    def again(ids: array[int], salt: str = "") -> Sequence[Lens]:
+        return sight.lenses("m", salt, ids, again=True)
+
+    first = again(ids)
+    assert again(ids) is first
+    assert again(ids, "s") is not first
+    assert list(again(array("I", ids))) == list(sight.lenses("m", "", IDS)) == list(first)
+    assert len(sight._recent) == 2, "one request's own are not kept"
     sight.registered(0, [registration()])
-    assert len(sight.lenses("m", "", ids)) == 2
+    assert len(again(ids)) == 2
     for _ in range(PROMPTS_KEPT * 2):
-        sight.lenses("m", "", array("I", ids))
+        again(array("I", ids))
     assert len(sight._recent) == PROMPTS_KEPT
     large = array("I", range(TOKENS_KEPT // 16))
     for number in range(40):
-        sight.lenses("m", "", large[number:])
+        again(large[number:])
     assert len(sight._recent) == 16
     assert sight._recent.tokens == sum(len(it.ids) for it in sight._recent._prompts.values()) <= TOKENS_KEPT
     huge = array("I", range(TOKENS_KEPT // 16 + 1))
-    sight.lenses("m", "", huge)
+    again(huge)
     assert id(huge) not in sight._recent._prompts
 
 

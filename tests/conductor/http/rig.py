@@ -14,7 +14,7 @@ import uvloop
 
 from headwater.conductor.counts import Counts
 from headwater.conductor.http.connection import Connection
-from headwater.conductor.http.exchange import Exchange, Headers, Origin, Quick, Reply
+from headwater.conductor.http.exchange import Exchange, Headers, Origin, Quick, Reply, WholeAnswer
 from headwater.conductor.http.server import HttpServer
 from headwater.conductor.http.upstream import UpstreamPool
 from headwater.fleetfile.model import Limits, Times
@@ -219,6 +219,7 @@ class Sink:
     """Takes an instance's answer, and notes all of it."""
 
     quick: Quick | None = None
+    whole: WholeAnswer | None = None
 
     def __init__(self) -> None:
         self.status = 0

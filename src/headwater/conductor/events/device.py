@@ -27,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from headwater._kernels.expected import Expected
 from headwater._kernels.keys import chain_digests
 from headwater.conductor.events.batches import Batch, Cleared, Event, Stored
 from headwater.core.engine_keys import EngineHash, EngineKeys
@@ -95,7 +96,7 @@ class Device:
         self._passed: OrderedDict[EngineHash, None] = OrderedDict()
         self._group = 0
         self._group_is_full = False
-        self._expected: OrderedDict[bytes, int] = OrderedDict()
+        self._expected = Expected()
         self._is_gone = False
 
     def __repr__(self) -> str:
@@ -151,32 +152,16 @@ class Device:
 
     def expect(self, keys: Sequence[bytes]) -> None:
         """A prompt with these keys was sent there."""
-        expected = self._expected
         held = self._index.find(keys).get(self.place, 0)
-        counts, to_end, new = expected.get, expected.move_to_end, len(keys) - held
-        for at, key in enumerate(reversed(keys)):
-            count = counts(key)
-            if count is not None:
-                expected[key] = count + 1
-                to_end(key)
-            elif at < new:
-                expected[key] = 1
-        if new:
+        gone = self._expected.expect(keys, held, max(self.capacity_tokens // self.block_tokens, 1))
+        if held < len(keys):
             self._index.stored(self.place, keys[held:] if held else keys)
-        self._trim()
+        if gone:
+            self._index.removed(self.place, gone)
 
-    def unexpect(self, keys: Iterable[bytes]) -> None:
+    def unexpect(self, keys: Sequence[bytes]) -> None:
         """It was lost there."""
-        lost = []
-        for key in keys:
-            count = self._expected.get(key)
-            if count is None:
-                continue
-            if count > 1:
-                self._expected[key] = count - 1
-            else:
-                del self._expected[key]
-                lost.append(key)
+        lost = self._expected.unexpect(keys)
         if lost:
             self._index.removed(self.place, lost)
 
@@ -258,14 +243,12 @@ class Device:
     def _confirm(self, keys: Sequence[bytes]) -> None:
         # Where ranks are places of their own, what is expected keeps its own place: a prefix must be whole in one.
         if self._expected and self.ranks == 1:
-            for key in keys:
-                self._expected.pop(key, None)
+            self._expected.discard(keys)
 
     def _take_away(self, rank: int, keys: Sequence[bytes]) -> None:
         if not keys:
             return
-        for key in keys:
-            self._expected.pop(key, None)
+        self._expected.discard(keys)
         self._index.removed(self.places[rank], keys)
         if self.ranks > 1:
             self._index.removed(self.place, keys)
@@ -275,12 +258,6 @@ class Device:
             self._passed[name] = None
         while len(self._passed) > PASSED_MAX:
             self._passed.popitem(last=False)
-
-    def _trim(self) -> None:
-        surplus = len(self._expected) - max(self.capacity_tokens // self.block_tokens, 1)
-        if surplus > 0:
-            gone = [self._expected.popitem(last=False)[0] for _ in range(surplus)]
-            self._index.removed(self.place, gone)
 
 
 def _extra(event: Stored) -> tuple[str, int]:

@@ -1,12 +1,12 @@
-"""The keys of prompts that were asked for lately: one whose ids are remembered by its text is not hashed twice.
+"""The keys of prompts that were asked for lately: one whose ids are remembered by its text is not hashed each time.
 
-Those have their ids in arrays, the same one for each request. Ids that a client gave are in a list of that request's
-own, which nobody asks for again: to keep it would only keep its memory.
+Those have the same array of ids in each request. Ids that a client gave are that request's own, and those of most texts
+are never asked for again: to keep the keys of such would only keep their memory, which then is never what the
+processor's caches have, and make the garbage collector look at each of them.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,9 +48,9 @@ class Recent:
         return None
 
     def keep(self, ids: Sequence[int], salt: str, ways: tuple[Way, ...], lenses: tuple[Lens, ...]) -> None:
-        """Remember a prompt in an array, unless it alone takes a good part of the room."""
+        """Remember a prompt, unless it alone takes a good part of the room."""
         size, prompts = len(ids), self._prompts
-        if not isinstance(ids, array) or size > TOKENS_KEPT // 16:
+        if size > TOKENS_KEPT // 16:
             return
         before = prompts.pop(id(ids), None)
         self.tokens += size - (0 if before is None else size)

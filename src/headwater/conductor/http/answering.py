@@ -6,8 +6,10 @@ import asyncio
 from typing import Protocol
 
 from headwater._kernels.events import Transport
+from headwater._kernels.messages import Writer
 from headwater.conductor.http.answers import bodiless
 from headwater.conductor.http.exchange import Headers, Listener, Request
+from headwater.conductor.http.sockets import socket_of
 
 JOIN_BYTES = 64 << 10
 """Larger pieces are not copied to be written together."""
@@ -17,6 +19,7 @@ class Wire(Protocol):
     """The connection, as its answer sees it."""
 
     transport: asyncio.Transport
+    writer: Writer
     chunks: bool
     """The client understands chunks (HTTP/1.1)."""
     full: bool
@@ -24,9 +27,6 @@ class Wire(Protocol):
 
     def head(self, status: int, headers: Headers, framing: bytes) -> bytes:
         """The head of the present answer; raises UnsafeHeader."""
-
-    def write(self, head: bytes, body: bytes) -> None:
-        """A head and a body at once."""
 
     def answered(self) -> None:
         """The present answer has ended."""
@@ -59,30 +59,32 @@ class Answer:
             if listener is not None and self._connection.full:
                 listener.full()
 
-    def answer(self, status: int, headers: Headers, body: bytes) -> None:
+    def answer(self, status: int, headers: Headers, body: bytes, lines: bytes = b"") -> None:
         """See `Exchange`. Raises UnsafeHeader."""
         if self.closed or self.started:
             return
-        connection = self._connection
-        if bodiless(self.request.method, status):
-            framing = b"content-length: %d\r\n" % len(body) if self.request.method == "HEAD" else b""
-            body = b""
+        connection, method = self._connection, self.request.method
+        if (status == 200 and method != "HEAD") or not bodiless(method, status):
+            lines = b"%bcontent-length: %d\r\n" % (lines, len(body))
         else:
-            framing = b"content-length: %d\r\n" % len(body)
-        head = connection.head(status, headers, framing)
+            if method == "HEAD":
+                lines += b"content-length: %d\r\n" % len(body)
+            body = b""
+        head = connection.head(status, headers, lines)
         self.started = self.closed = True
         self._listener = None
-        connection.write(head, body)
+        connection.writer.write(head, body)
         connection.answered()
 
-    def start(self, status: int, headers: Headers) -> None:
+    def start(self, status: int, headers: Headers, lines: bytes = b"") -> None:
         """See `Exchange`. Raises UnsafeHeader."""
         if self.closed or self.started:
             return
         self._bodiless = bodiless(self.request.method, status)
         self._chunked = not self._bodiless and self._connection.chunks
-        framing = b"transfer-encoding: chunked\r\n" if self._chunked else b""
-        head = self._connection.head(status, headers, framing)
+        if self._chunked:
+            lines += b"transfer-encoding: chunked\r\n"
+        head = self._connection.head(status, headers, lines)
         self.started = True
         self._connection.transport.write(head)
 
@@ -103,7 +105,7 @@ class Answer:
         if not self._chunked or self.closed:
             return None
         transport = self._connection.transport
-        return transport, -1 if transport.get_extra_info("sslcontext") else transport.get_extra_info("socket").fileno()
+        return transport, socket_of(transport)
 
     def end(self) -> None:
         """See `Exchange`."""

@@ -43,11 +43,13 @@ class Heads:
         self._end = b"date: %b\r\n\r\n" % formatdate(usegmt=True).encode()
 
     def head(self, status: int, headers: Headers, framing: bytes, *, keep: bool) -> bytes:
-        """A whole head. `framing` is a line of ours, or b''. Raises UnsafeHeader."""
+        """A whole head. `framing` are lines of ours, or b''. Raises UnsafeHeader."""
         line = _LINES.get(status) or _status_line(status)
+        if headers:
+            line += self._lines.join(headers)
         if not keep:
             framing += b"connection: close\r\n"
-        return line + self._lines.join(headers) + framing + self._end
+        return line + framing + self._end
 
 
 def _status_line(status: int) -> bytes:

@@ -31,14 +31,16 @@ from enum import Enum, auto
 from math import inf
 from typing import Any, Protocol, cast
 
+from headwater._kernels.messages import Writer
 from headwater.conductor.counts import Counts
-from headwater.conductor.http.answering import JOIN_BYTES, Answer
+from headwater.conductor.http.answering import Answer
 from headwater.conductor.http.answers import CONTINUE, Heads, error_body
 from headwater.conductor.http.chunks import Chunked
 from headwater.conductor.http.exchange import Headers, Request
 from headwater.conductor.http.heads import HeadReader, RequestHead, parse_request
 from headwater.conductor.http.known import Known
 from headwater.conductor.http.parsing import Malformed
+from headwater.conductor.http.sockets import socket_of
 from headwater.conductor.parts import Handler
 from headwater.fleetfile.model import Limits, Times
 
@@ -62,6 +64,7 @@ _HUNG_UP = (7, 8)
 JSON = (b"content-type", b"application/json")
 _INT = struct.Struct("i")
 _known = Known(parse_request)
+_whole = _known.whole
 
 
 class Owner(Protocol):
@@ -134,9 +137,11 @@ class Connection(asyncio.Protocol):
         "full",
         "refused",
         "transport",
+        "writer",
     )  # fmt: skip
 
     transport: asyncio.Transport
+    writer: Writer
 
     def __init__(self, server: Owner) -> None:
         self._server = server
@@ -178,6 +183,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio."""
         self.transport = cast(asyncio.Transport, transport)
+        self.writer = Writer(self.transport, socket_of(transport))
         self.transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
         peer = transport.get_extra_info("peername")
         self._peer = str(peer[0]) if isinstance(peer, tuple) else ""
@@ -188,10 +194,11 @@ class Connection(asyncio.Protocol):
         """See asyncio."""
         phase = self._phase
         if phase is _HEAD and not (self._held or self._blank or self.full or self._reader.partial):
-            whole = _known.whole(data, self._head_bytes, self._head_lines)
+            whole = _whole(data, self._head_bytes, self._head_lines)
             if whole is not None and len(whole[1]) <= self._small_bytes:
-                self._begin(whole[0])
-                self._handle(whole[1])
+                head, body = whole
+                self._head, self.chunks, self._keep = head, head.is_1_1, head.keep
+                self._handle(body)
                 return
         if phase is _ANSWERING or self._held:
             self._hold(data)
@@ -292,7 +299,7 @@ class Connection(asyncio.Protocol):
         self._blank = 0
         after, raw = found
         head, length = _known.read(raw)
-        self._begin(head)
+        self._head, self.chunks, self._keep = head, head.is_1_1, head.keep
         if length is None:
             length = head.length
         if length is not None:
@@ -314,11 +321,6 @@ class Connection(asyncio.Protocol):
         self._chunked = Chunked(self._server.limits.body_bytes) if length is None else None
         self._body_bytes = length or 0
         return after
-
-    def _begin(self, head: RequestHead) -> None:
-        self._head = head
-        self.chunks = head.is_1_1
-        self._keep = head.keep
 
     def _skip_blank(self, data: bytes, pos: int) -> int:
         """Pass over an empty line before a request, as old clients send after a body (RFC 9112, 2.2)."""
@@ -376,7 +378,7 @@ class Connection(asyncio.Protocol):
 
     def _handle(self, body: bytes) -> None:
         head = self._head
-        request = Request(head.method, head.path, head.query, head.headers, body, self._peer)
+        request = Request(head.method, head.path, head.query, head.headers, body, self._peer, head.named)
         self._phase = _ANSWERING
         self._asked = True
         self.deadline_s = inf
@@ -387,16 +389,10 @@ class Connection(asyncio.Protocol):
 
     def head(self, status: int, headers: Headers, framing: bytes) -> bytes:
         """The head of the present answer."""
-        if self._server.draining or not self.chunks:
+        server = self._server
+        if server.draining or not self.chunks:
             self._keep = False
-        return self._server.heads.head(status, headers, framing, keep=self._keep)
-
-    def write(self, head: bytes, body: bytes) -> None:
-        """A head and a body at once."""
-        if len(body) <= JOIN_BYTES:
-            self.transport.write(head + body)
-        else:
-            self.transport.writelines((head, body))
+        return server.heads.head(status, headers, framing, keep=self._keep)
 
     def answered(self) -> None:
         """The present answer has ended: on to the next request."""

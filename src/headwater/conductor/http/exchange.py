@@ -8,7 +8,7 @@ Nothing is called after `end`, `lost`, `abort` or `Listener.gone`; calls that co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, TypeAlias
 
 from headwater._kernels.events import Transport
@@ -17,6 +17,10 @@ Headers: TypeAlias = list[tuple[bytes, bytes]]
 """Names in lower case."""
 Quick: TypeAlias = Callable[[bytes], int]
 """0: nothing was done, read it with care. 1: it is done with. 2: so it is, and `Sink.data` is called with nothing."""
+
+WholeAnswer: TypeAlias = Callable[[int, bytes, bytes], None]
+PASSED = frozenset({b"content-type", b"retry-after"})
+"""The headers of instances that mean something to a client."""
 
 
 class Request(NamedTuple):
@@ -30,13 +34,8 @@ class Request(NamedTuple):
     body: bytes
     peer: str
     """The client's address, as text."""
-
-    def header(self, name: bytes) -> bytes | None:
-        """The first header of that name (lower case)."""
-        for known, value in self.headers:
-            if known == name:
-                return value
-        return None
+    named: Mapping[bytes, bytes]
+    """The headers by name, the first of each; not to be changed either."""
 
 
 class Reply(NamedTuple):
@@ -72,10 +71,11 @@ class Exchange(Protocol):
     def watch(self, listener: Listener | None) -> None:
         """Tell this one from now on; at once if the client is gone already."""
 
-    def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        """The whole answer. Content-Length, Date and Connection are the server's business."""
+    def answer(self, status: int, headers: Headers, body: bytes, lines: bytes = b"") -> None:
+        """The whole answer. `lines` are more headers, as they are sent and known to be good. Content-Length, Date and
+        Connection are the server's business."""
 
-    def start(self, status: int, headers: Headers) -> None:
+    def start(self, status: int, headers: Headers, lines: bytes = b"") -> None:
         """Begin an answer whose length is not known."""
 
     def send(self, data: bytes) -> None:
@@ -114,6 +114,11 @@ class Sink(Protocol):
     def quick(self) -> Quick | None:
         """Who takes what comes next in a chunked body, framing and all; looked at between chunks, after `data`."""
 
+    @property
+    def whole(self) -> WholeAnswer | None:
+        """Who takes an answer that came in one piece, status, lines of headers and body at once, instead of `head`,
+        `data` and `end`. The lines are those of the headers that are PASSED, as they are sent."""
+
     def end(self) -> None:
         """The body is complete."""
 
@@ -139,9 +144,11 @@ class Upstreams(Protocol):
     """Connections to instances, kept open between requests."""
 
     def call(
-        self, origin: Origin, method: str, path: str, headers: Headers, body: bytes, sink: Sink, *, first_s: float
-    ) -> Call:
-        """Send a request. `first_s` is how long the instance may take until it begins to answer."""
+        self, origin: Origin, method: str, path: str, headers: Headers, body: bytes, sink: Sink, *, first_s: float,
+        lines: bytes = b"",
+    ) -> Call:  # fmt: skip
+        """Send a request. `first_s` is how long the instance may take until it begins to answer. `lines` are more
+        headers, as they are sent and known to be good."""
 
     def close(self, origin: Origin) -> None:
         """An instance is gone: close its idle connections."""

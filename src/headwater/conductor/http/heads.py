@@ -10,10 +10,20 @@ bytes; `known.py` does so with whole heads. llhttp takes longer, and lets pass m
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
-from headwater.conductor.http.exchange import Headers
-from headwater.conductor.http.parsing import HOP_BY_HOP, Malformed, is_host, is_length, tokens, values, without_named
+from headwater.conductor.http.exchange import PASSED, Headers
+from headwater.conductor.http.parsing import (
+    HOP_BY_HOP,
+    Malformed,
+    is_host,
+    is_length,
+    lines_of,
+    tokens,
+    values,
+    without_named,
+)
 from headwater.fleetfile.model import Limits
 
 URL_BYTES = 8192
@@ -168,6 +178,8 @@ class RequestHead(NamedTuple):
     """Whether the connection may be used again."""
     expects: bool
     """The client waits for 100 Continue."""
+    named: Mapping[bytes, bytes]
+    """The headers by name, the first of each."""
 
 
 class AnswerHead(NamedTuple):
@@ -183,6 +195,8 @@ class AnswerHead(NamedTuple):
     keep: bool
     bodiless: bool
     """There is no body, whatever the head tells."""
+    lines: bytes
+    """The headers that are PASSED, as they are sent."""
 
 
 def parse_request(head: bytes) -> RequestHead:
@@ -207,7 +221,8 @@ def parse_request(head: bytes) -> RequestHead:
         raise Malformed("nothing but 100-continue can be expected", 417, "expectation_failed")
     kept = [it for it in _end_to_end(headers) if it[0] not in _FRAMING]
     keep = _keeps(headers, found, is_1_1)
-    return RequestHead(method, path, query, is_1_1, kept, length, keep, expect is not None and is_1_1)
+    named = dict(reversed(kept))
+    return RequestHead(method, path, query, is_1_1, kept, length, keep, expect is not None and is_1_1, named)
 
 
 def parse_answer(head: bytes) -> AnswerHead:
@@ -229,7 +244,8 @@ def parse_answer(head: bytes) -> AnswerHead:
     length = None if stated is None else int(stated)
     bodiless = status < 200 or status in (204, 304)
     keep = keep and (chunked or bodiless or stated is not None)
-    return AnswerHead(status, kept, length, chunked, keep, bodiless)
+    passed = lines_of([it for it in kept if it[0] in PASSED])
+    return AnswerHead(status, kept, length, chunked, keep, bodiless, passed)
 
 
 def _is_chunked(found: dict[bytes, bytes], is_1_1: bool) -> bool:

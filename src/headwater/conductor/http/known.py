@@ -8,9 +8,10 @@ and found good, then it had that line at most once, and where among the headers 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, TypeVar
 
-from headwater._kernels.messages import split
+from headwater._kernels.messages import find
 
 Head = TypeVar("Head")
 
@@ -26,18 +27,12 @@ class Known(Generic[Head]):
     def __init__(self, parse: Callable[[bytes], Head]) -> None:
         self._parse = parse
         self._stated: dict[bytes, Head] = {}
-        """Heads with a Content-Length, by their bytes without it: as `split` leaves them."""
+        """Heads with a Content-Length, by their bytes without it: as `find` looks them up."""
+        self.whole: Callable[[bytes, int, int], tuple[Head, bytes] | None] = partial(find, self._stated)
+        """The head and the body, if these bytes are one message, whole, with a head that was read before and is within
+        limits of bytes and lines: nearly all that are not streamed. None: it is to be read with care."""
         self._others: dict[bytes, Head] = {}
         """Apart from those, for one must never be taken for the other."""
-
-    def whole(self, data: bytes, head_bytes: int, lines: int) -> tuple[Head, bytes] | None:
-        """The head and the body, if `data` is one message, whole, with a head that was read before and is within these
-        limits: nearly all that are not streamed. None: it is to be read with care."""
-        found = split(data, head_bytes, lines)
-        if found is None:
-            return None
-        head = self._stated.get(found[0])
-        return None if head is None else (head, found[1])
 
     def read(self, head: bytes) -> tuple[Head, int | None]:
         """The head, and its Content-Length if that may be another than was read before. Raises what `parse` does."""

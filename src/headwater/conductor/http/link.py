@@ -26,21 +26,23 @@ from enum import Enum, auto
 from math import inf
 from typing import Protocol, cast
 
+from headwater._kernels.messages import Writer
 from headwater.conductor.http.chunks import Chunked
 from headwater.conductor.http.exchange import Origin, Quick, Sink
 from headwater.conductor.http.heads import AnswerHead, HeadReader, parse_answer
 from headwater.conductor.http.known import Known
 from headwater.conductor.http.parsing import Malformed
+from headwater.conductor.http.sockets import socket_of
 from headwater.fleetfile.model import Limits, Times
 
 INTERIM_MAX = 16
 """Answers of status 1xx before the real one."""
-JOIN_BYTES = 64 << 10
 REST_BYTES = 64 << 10
 IDLE_S = 4.0
 """Less than the 5 s after which engines' servers (uvicorn) close idle connections."""
 
 _known = Known(parse_answer)
+_whole = _known.whole
 
 
 class Why:
@@ -133,10 +135,12 @@ class Link(asyncio.Protocol):
 
     __slots__ = (
         "_call", "_chunked", "_head_bytes", "_head_lines", "_interim", "_keep", "_left", "_phase", "_pool", "_quick",
-        "_reader", "_reused", "_silent_s", "_time", "_touched", "_transport", "deadline_s", "heard", "origin",
+        "_reader", "_reused", "_silent_s", "_time", "_touched", "_transport", "_writer", "deadline_s", "heard",
+        "origin",
     )  # fmt: skip
 
     _transport: asyncio.Transport
+    _writer: Writer
 
     def __init__(self, pool: Owner, origin: Origin) -> None:
         self.origin = origin
@@ -166,6 +170,7 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio."""
         self._transport = cast(asyncio.Transport, transport)
+        self._writer = Writer(self._transport, socket_of(transport))
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
@@ -184,7 +189,7 @@ class Link(asyncio.Protocol):
             self._touched = True
             call = self._call
             if not self._reader.partial and call is not None and call.method != "HEAD":
-                whole = _known.whole(data, self._head_bytes, self._head_lines)
+                whole = _whole(data, self._head_bytes, self._head_lines)
                 if whole is not None and not whole[0].bodiless:
                     self._take(call, *whole)
                     return
@@ -227,10 +232,7 @@ class Link(asyncio.Protocol):
         self._reused, self._touched, self._interim = reused, False, 0
         self.deadline_s = self._time() + call.first_s
         call.sent = True
-        if len(call.body) <= JOIN_BYTES:
-            self._transport.write(call.head + call.body)
-        else:
-            self._transport.writelines((call.head, call.body))
+        self._writer.write(call.head, call.body)
         if call.paused:
             self.hold()
 
@@ -285,9 +287,14 @@ class Link(asyncio.Protocol):
         self._chunked, self._left = None, 0
         self._phase = _BODY
         call.head = call.body = b""
-        call.sink.head(head.status, head.headers)
+        sink = call.sink
+        if sink.whole is not None:
+            self._release(call)
+            sink.whole(head.status, head.lines, body)
+            return
+        sink.head(head.status, head.headers)
         if body and not call.closed:
-            call.sink.data(body)
+            sink.data(body)
         if not call.closed:
             self._finish(call)
 
@@ -351,6 +358,11 @@ class Link(asyncio.Protocol):
             self._quick = call.sink.quick if chunked.between else None
 
     def _finish(self, call: UpstreamCall) -> None:
+        self._release(call)
+        call.sink.end()
+
+    def _release(self, call: UpstreamCall) -> None:
+        """All of its answer is here: the connection may serve another one."""
         self._call = self._quick = call.link = None
         self.heard = False
         call.closed = True
@@ -364,7 +376,6 @@ class Link(asyncio.Protocol):
             self._chunked = None
             self.deadline_s = self._time() + IDLE_S
             self._pool.idle(self)
-        call.sink.end()
 
     def _drop(self) -> None:
         if self._phase is not _CLOSED:

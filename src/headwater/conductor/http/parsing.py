@@ -21,6 +21,7 @@ _LENGTH = re.compile(rb"[0-9]{1,18}")
 _HOST = re.compile(rb"[A-Za-z0-9._~\-]+(?::[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](?::[0-9]{0,5})?")
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _UNSAFE = re.compile(rb"[\r\n\0]")
+UNSAFE = "a header's name is not a token in lower case, or its value holds CR, LF or NUL"
 _CACHED_LINES, _CACHED_BYTES = 4096, 512
 _UNIQUE = b"x-request-id"
 """A header that is never sent twice: to remember it would only push out others."""
@@ -90,13 +91,21 @@ class Lines(dict[tuple[bytes, bytes], bytes]):
         if name == b"connection" and value.lower() not in PLAIN_CONNECTION:
             raise _NamesHeaders
         if not _NAME.fullmatch(name) or _UNSAFE.search(value):
-            raise UnsafeHeader("a header's name is not a token in lower case, or its value holds CR, LF or NUL")
+            raise UnsafeHeader(UNSAFE)
         line = b"" if name in self._dropped else b"%b: %b\r\n" % header
         if len(value) <= _CACHED_BYTES:
             if len(self) >= _CACHED_LINES:
                 self.clear()
             self[header] = line
         return line
+
+
+def lines_of(headers: Headers) -> bytes:
+    """Header lines as they are sent, of headers that neither server nor pool write themselves. Raises UnsafeHeader."""
+    for name, value in headers:
+        if not _NAME.fullmatch(name) or _UNSAFE.search(value):
+            raise UnsafeHeader(UNSAFE)
+    return b"".join([b"%b: %b\r\n" % it for it in headers])
 
 
 class _NamesHeaders(Exception):

@@ -46,10 +46,15 @@ class UpstreamPool:
         self._sweep_s = max(0.02, min(SWEEP_S, times.silent_s / 4))
 
     def call(
-        self, origin: Origin, method: str, path: str, headers: Headers, body: bytes, sink: Sink, *, first_s: float
-    ) -> UpstreamCall:
+        self, origin: Origin, method: str, path: str, headers: Headers, body: bytes, sink: Sink, *, first_s: float,
+        lines: bytes = b"",
+    ) -> UpstreamCall:  # fmt: skip
         """See `Upstreams`. Nothing is told to `sink` before this returns. Raises UnsafeHeader."""
-        head = self._head(origin, method, path, headers, body)
+        start = _START.get((method, path)) or _start(method, path)
+        if headers:
+            lines += self._lines.join(headers)
+        host = self._hosts.get(origin) or self._host(origin)
+        head = b"%b%b%bcontent-length: %d\r\n\r\n" % (start, host, lines, len(body))
         call = UpstreamCall(origin, method, head, body, sink, first_s)
         idle = self._idle.get(origin)
         while idle:
@@ -132,12 +137,9 @@ class UpstreamPool:
 
     # ------------------------------------------------------------ inside
 
-    def _head(self, origin: Origin, method: str, path: str, headers: Headers, body: bytes) -> bytes:
-        start = _START.get((method, path)) or _start(method, path)
-        host = self._hosts.get(origin)
-        if host is None:
-            host = self._hosts[origin] = _host(origin)
-        return b"%b%b%bcontent-length: %d\r\n\r\n" % (start, host, self._lines.join(headers), len(body))
+    def _host(self, origin: Origin) -> bytes:
+        host = self._hosts[origin] = _host(origin)
+        return host
 
     def _open(self, call: UpstreamCall) -> None:
         task = self._loop.create_task(self._connect(call))

@@ -1,10 +1,10 @@
 """The worker's Tokens: each prompt's ids, from wherever they are quickest to be had.
 
-Theory of operation. `start` answers at once what was given as ids or is remembered. Another prompt becomes a Search, by
-the digest of all that its ids depend on; who asks for the same prompt meanwhile joins it. A search is made in a thread
-(rendering and tokenising release the loop, the latter also Python's lock), or by asking an engine. Threads are few and
-searches in them bounded; what finds no place goes without ids, and is routed by load. A search ends exactly once: when
-the thread ends, the engine answers, its time is up, or the service is closed.
+Theory of operation. `start` answers at once what was given as ids, is remembered or cannot be found. Another prompt
+becomes a Search, by the digest of all that its ids depend on; who asks for the same prompt meanwhile joins it. A search
+is made in a thread (rendering and tokenising release the loop, the latter also Python's lock), or by asking an engine.
+Threads are few and searches in them bounded; what finds no place goes without ids, and is routed by load. A search ends
+exactly once: when the thread ends, the engine answers, its time is up, or the service is closed.
 
 Per model: LOCAL until `verify` finds that the engine counts otherwise; then ENGINE, for good.
 """
@@ -112,34 +112,35 @@ class TokensService:
                 model.loading = folders[path]
                 model.loading.add_done_callback(partial(self._say_failure, model))
 
-    def start(self, parsed: Parsed, done: Done, salt: str = "") -> None:
-        """Find a prompt's ids; `done` is called in the loop, at once where they are known.
+    def start(self, parsed: Parsed, done: Done, salt: str = "") -> Tokenised | None:
+        """A prompt's ids where they are known, or nobody can find them; None: `done` is called in the loop, mostly
+        later.
 
         `salt` keeps tenants apart: nobody is answered faster because another tenant sent the same prompt.
         """
         if parsed.ids is not None:
-            ids = cut_given(parsed.ids, parsed.fields)
-            done(Tokenised(ids, How.GIVEN) if ids is not None else nothing("truncate"))
-            return
+            ids = parsed.ids if parsed.usual else cut_given(parsed.ids, parsed.fields)
+            return Tokenised(ids, How.GIVEN) if ids is not None else nothing("truncate")
         model = self._models.get(parsed.model) or self._without_folder(parsed.model)
+        if model is not None and model.mode == "none":
+            return OFF
         reason = self._hopeless(parsed, model)
         if model is None or reason:
-            done(nothing(reason))
-            return
+            return nothing(reason)
         digest = digest_of(parsed, salt)
         known = self._memo.get(digest)
         if known is not None:
-            done(Tokenised(known, How.KNOWN))
-            return
+            return Tokenised(known, How.KNOWN)
         search = self._searches.get(digest)
         if search is not None:
             search.waiting.append(done)
         elif model.mode == "engine":
             self._begin(digest, Search(parsed, How.ENGINE, self._loop.time(), [done]))
         elif len(self._searches) >= self._room or self._closed:
-            done(nothing("busy"))
+            return nothing("busy")
         else:
             self._begin(digest, Search(parsed, How.LOCAL, self._loop.time(), [done]))
+        return None
 
     def verify(self, name: str, done: Callable[[bool | None], None] | None = None) -> None:
         """Compare our ids of some fixed prompts with the engine's; where they differ, it is the engine that is asked.
@@ -169,7 +170,7 @@ class TokensService:
         """In a word why a prompt's ids cannot be found; '' if they may be."""
         if model is None:
             return "no_tokenizer"
-        if model.mode == "none" or (model.mode == "engine" and self._ask is None):
+        if model.mode == "engine" and self._ask is None:
             return "off"
         if parsed.media:
             return "media"
@@ -311,7 +312,10 @@ def nothing(reason: str) -> Tokenised:
     return Tokenised(None, How.NONE, reason)
 
 
+OFF = nothing("off")
+
+
 def digest_of(parsed: Parsed, salt: str) -> bytes:
     """Of all that a prompt's ids depend on, of whose it is, and of the day, which templates may tell."""
-    given = list(map(parsed.fields.get, PROMPT_FIELDS))
+    given = [] if parsed.usual else list(map(parsed.fields.get, PROMPT_FIELDS))
     return sha256(_encoder.encode([parsed.model, salt, parsed.salt, parsed.text, today(), given])).digest()
