@@ -10,13 +10,14 @@ import pytest
 from headwater.conductor import bodies
 from headwater.conductor.answers import error_event, refuse, refuse_bad
 from headwater.conductor.http.answers import error_body
-from headwater.conductor.http.exchange import Headers, Request
+from headwater.conductor.http.exchange import Headers, Origin, Request
 from headwater.conductor.job import BadRequest, Job, Kind, Refusal
 from headwater.conductor.outbound import body_to, endpoint, lines_to, prefill_body, replay_body
 from headwater.fleetfile.model import InstanceSpec, Limits, TenantSpec
 from tests.conductor.relays import PATHS, Client, headers_in
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
+AT = Origin("127.0.0.1", 1)
 SPEC = InstanceSpec("i0", "toy", "toy")
 PRIORITIES = InstanceSpec("i0", "toy", "toy", flags=("--scheduling-policy=priority",))
 
@@ -34,18 +35,18 @@ def job_of(
 def sent(
     fields: dict[str, Any], spec: InstanceSpec = SPEC, *, asks_ids: bool = False, **options: Any
 ) -> dict[str, Any]:
-    body: dict[str, Any] = json.loads(body_to(endpoint(spec), job_of(fields, **options), asks_ids=asks_ids))
+    body: dict[str, Any] = json.loads(body_to(endpoint(spec, AT), job_of(fields, **options), asks_ids=asks_ids))
     return body
 
 
 def test_a_body_in_which_nothing_changes_goes_as_it_came() -> None:
     raw = b' { "model" : "toy", "messages":[{"role":"user","content":"\\u00e9"}], "temperature": 1e0 } \n'
-    assert body_to(endpoint(SPEC), job_of(CHAT, raw=raw), asks_ids=False) == raw
+    assert body_to(endpoint(SPEC, AT), job_of(CHAT, raw=raw), asks_ids=False) == raw
 
 
 def test_what_is_only_added_is_appended() -> None:
     raw = b'{"model":"toy","messages":[{"role":"user","content":"\\u00e9"}],"stream":true } \n'
-    body = body_to(endpoint(SPEC), job_of(CHAT, raw=raw, salt="s"), asks_ids=True)
+    body = body_to(endpoint(SPEC, AT), job_of(CHAT, raw=raw, salt="s"), asks_ids=True)
     assert body.startswith(raw.rstrip()[:-1])
     added = {"cache_salt": "s", "return_token_ids": True, "stream_options": {"include_usage": True}}
     assert json.loads(body) == {**json.loads(raw), **added}
@@ -73,7 +74,7 @@ def test_what_is_between_engines_is_taken_out(forged: dict[str, Any]) -> None:
 
 def test_a_key_that_comes_twice_or_in_disguise_is_taken_out_too() -> None:
     raw = b'{"messages":[{"role":"user","content":"x"}],"kv\\u005fhints":{"a":1},"cache_salt":"a","cache_salt":"b"}'
-    body = body_to(endpoint(SPEC), job_of(CHAT, raw=raw, salt="ours"), asks_ids=False)
+    body = body_to(endpoint(SPEC, AT), job_of(CHAT, raw=raw, salt="ours"), asks_ids=False)
     assert b"hints" not in body
     assert body.count(b"cache_salt") == 1
     assert json.loads(body)["cache_salt"] == "ours"
@@ -108,7 +109,7 @@ def test_the_clients_headers_stay_here() -> None:
         (b"traceparent", b"00-1-2-3"), (b"x-session-id", b"s"),
     ]  # fmt: skip
     job = job_of(CHAT, headers=theirs)
-    assert sorted(headers_in(lines_to(endpoint(SPEC), job))) == [
+    assert sorted(headers_in(lines_to(endpoint(SPEC, AT), job))) == [
         (b"content-type", b"application/json"),
         (b"traceparent", b"00-1-2-3"),
         (b"x-request-id", b"r1"),
@@ -127,11 +128,11 @@ def test_the_clients_headers_stay_here() -> None:
     ids=["environment", "flag", "flag-with-value", "file"],
 )
 def test_an_instance_gets_its_own_key(spec: InstanceSpec) -> None:
-    assert (b"authorization", b"Bearer own") in headers_in(lines_to(endpoint(spec), job_of(CHAT)))
+    assert (b"authorization", b"Bearer own") in headers_in(lines_to(endpoint(spec, AT), job_of(CHAT)))
 
 
 def test_a_flag_without_a_value_is_none() -> None:
-    assert endpoint(InstanceSpec("i", "m", "m", flags=("--api-key",))).lines == endpoint(SPEC).lines
+    assert endpoint(InstanceSpec("i", "m", "m", flags=("--api-key",)), AT).lines == endpoint(SPEC, AT).lines
 
 
 def test_the_first_leg_of_a_completion() -> None:
@@ -144,13 +145,13 @@ def test_the_first_leg_of_a_completion() -> None:
         "logprobs": 1,
         "kv_hints": {},
     }
-    out = json.loads(prefill_body(endpoint(SPEC), job_of(fields, salt="s")))
+    out = json.loads(prefill_body(endpoint(SPEC, AT), job_of(fields, salt="s")))
     assert out == {"model": "toy", "prompt": "x", "max_tokens": 1, "stream": False, "cache_salt": "s"}
 
 
 def test_a_completion_that_goes_on_has_our_salt_and_no_forged_arguments() -> None:
     fields = {"prompt": [1], "vllm_xargs": {"kv_x": 1, "a": 2}}
-    out = json.loads(replay_body(endpoint(PRIORITIES), job_of(CHAT, salt="s", tenant=1), fields))
+    out = json.loads(replay_body(endpoint(PRIORITIES, AT), job_of(CHAT, salt="s", tenant=1), fields))
     assert out == {"prompt": [1], "vllm_xargs": {"a": 2}, "cache_salt": "s", "priority": -1}
 
 

@@ -32,6 +32,7 @@ from headwater.fleetfile.model import Limits, TenantSpec
 
 log = logging.getLogger(__name__)
 
+WAITING, SENT, DONE = Phase.WAITING, Phase.SENT, Phase.DONE
 ASKED = {"/v1/chat/completions": Kind.CHAT, "/v1/completions": Kind.COMPLETION}
 MODELS = "/v1/models"
 JSON = [(b"content-type", b"application/json")]
@@ -88,15 +89,16 @@ class App:
     def handle(self, exchange: Exchange) -> None:
         """Answer a request, now or later."""
         request = exchange.request
+        method, path = request.method, request.path
         tenant = self._tenants.who(request.named.get(b"authorization"))
-        refusal = self._objection(request.method, request.path, tenant)
+        refusal = self._objection(method, path, tenant)
         if refusal is not None:
             self._refuse(exchange, refusal)
-        elif request.path == HEALTH:
+        elif path == HEALTH:
             exchange.answer(200, JSON, b"{}")
         else:
             assert tenant is not None, "nobody is objected to"
-            if request.path in ASKED:
+            if path in ASKED:
                 self._ask(exchange, tenant)
             else:
                 self._models(exchange, tenant)
@@ -150,15 +152,16 @@ class App:
         salt = self._tenants.salt(tenant, parsed.salt)
         job = Job(f"{self._prefix}{next(self._serial):x}", exchange, tenant, parsed, now, salt)
         self._entered += 1
-        tokenised = self._tokens.start(parsed, partial(self._found, job), salt)
-        if tokenised is not None:
-            self._route(job, tokenised)
-        elif job.phase is Phase.ARRIVED:
+        known = self._tokens.known(parsed, salt)
+        if known is not None:
+            self._route(job, known)
+        else:
             exchange.watch(_Early(self, job))
+            self._tokens.find(parsed, partial(self._found, job), salt)
 
     def _found(self, job: Job, tokenised: Tokenised) -> None:
         """Its tokens are known by now, unless the client has left."""
-        if job.phase is not Phase.DONE:
+        if job.phase is not DONE:
             self._route(job, tokenised)
 
     def _route(self, job: Job, tokenised: Tokenised) -> None:
@@ -173,14 +176,14 @@ class App:
             self._end(job)
             refuse_bad(job.exchange, BadRequest(f"the prompt is longer than {most} tokens", "prompt", 400))
             return
-        job.phase = Phase.WAITING
+        job.phase = WAITING
         self._brain.take(job, self._sent, self._refused)
-        if job.phase is Phase.WAITING:
+        if job.phase is WAITING:
             job.exchange.watch(_Early(self, job))
 
     def _sent(self, job: Job, target: Target) -> None:
         self._entered -= 1
-        job.phase = Phase.SENT
+        job.phase = SENT
         self._relay.start(job, target)
 
     def _refused(self, job: Job, refusal: Refusal) -> None:
@@ -190,13 +193,13 @@ class App:
     def _end(self, job: Job) -> None:
         """It does not come to the relay."""
         self._entered -= 1
-        job.phase = Phase.DONE
+        job.phase = DONE
         job.exchange.watch(None)
         self._tenants.leave(job.tenant)
 
     def left(self, job: Job) -> None:
         """A client has left that waited for tokens or for its turn."""
-        waits = job.phase is Phase.WAITING
+        waits = job.phase is WAITING
         self._end(job)
         self._counts.add("ended", "left")
         if waits:
@@ -210,7 +213,7 @@ class App:
                 there = ", ".join(names) or "none"
                 raise BadRequest(f"there is no such model; there are: {there}", "model", 404, "model_not_found")
             parsed.model = names[0]
-        if bodies.has_template(parsed) and not self._takes_templates(parsed.model):
+        if not parsed.usual and bodies.has_template(parsed) and not self._takes_templates(parsed.model):
             raise BadRequest(f"expected none: no instance here is started with {TEMPLATES}", "chat_template")
         return parsed
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headwater.conductor.http.exchange import Headers
+from headwater.conductor.http.exchange import Headers, Origin
 from headwater.conductor.http.parsing import lines_of
 from headwater.conductor.job import Job, Kind, Parsed
 from headwater.fleetfile.model import InstanceSpec
@@ -35,6 +35,7 @@ class Endpoint(NamedTuple):
     """What every request to one instance has in common."""
 
     spec: InstanceSpec
+    origin: Origin
     lines: bytes
     """Header lines, as they are sent."""
     prioritises: bool
@@ -47,10 +48,10 @@ def credentials(spec: InstanceSpec) -> Headers:
     return [(b"authorization", b"Bearer " + key.encode())] if key else []
 
 
-def endpoint(spec: InstanceSpec) -> Endpoint:
+def endpoint(spec: InstanceSpec, origin: Origin) -> Endpoint:
     """Of an instance."""
     lines = lines_of([(b"content-type", b"application/json"), *credentials(spec)])
-    return Endpoint(spec, lines, _flag(spec, "--scheduling-policy") == "priority")
+    return Endpoint(spec, origin, lines, _flag(spec, "--scheduling-policy") == "priority")
 
 
 def lines_to(to: Endpoint, job: Job) -> bytes:

@@ -1,6 +1,6 @@
 """What the parts of a worker offer each other; one implementation each, and fakes in tests. All in the worker's loop.
 
-app      Handler.handle(exchange) for each request: tenants.enter -> bodies.read -> tokens.start -> brain.take
+app      Handler.handle(exchange) for each request: tenants.enter -> bodies.read -> tokens.known -> brain.take
 brain    take(job, sent, refused) calls one of the two, at once or later; then relay.start(job, target)
 relay    tells the brain: started, progressed, lost (-> another target), finished, always exactly once at the end
 """
@@ -49,9 +49,12 @@ class Tenants(Protocol):
 class Tokens(Protocol):
     """Prompts in token ids."""
 
-    def start(self, parsed: Parsed, done: Callable[[Tokenised], None], salt: str = "") -> Tokenised | None:
-        """A prompt's ids where they are known; None: they are found off the loop, and `done` is called in the loop,
-        mostly later. `salt` keeps apart who must not be answered faster for what another has sent."""
+    def known(self, parsed: Parsed, salt: str = "") -> Tokenised | None:
+        """A prompt's ids where they are known, or nobody can find them; None: `find` them. `salt` keeps apart who must
+        not be answered faster for what another has sent."""
+
+    def find(self, parsed: Parsed, done: Callable[[Tokenised], None], salt: str = "") -> None:
+        """Find a prompt's ids off the loop; `done` is called in the loop, mostly later."""
 
 
 class Registry(Protocol):

@@ -24,11 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from headwater.conductor import outbound
 from headwater.conductor.answers import DONE, error_event, refuse
 from headwater.conductor.counts import Counts
 from headwater.conductor.http.answers import error_body
-from headwater.conductor.http.exchange import Call, Headers, Sink, Upstreams
+from headwater.conductor.http.exchange import Call, Exchange, Headers, Sink, Upstreams
 from headwater.conductor.http.parsing import lines_of
 from headwater.conductor.job import Job, Phase, Refusal, Target
 from headwater.conductor.legs import Moved, Small, Stream, Usage, Whole, room_of, usage_of
@@ -75,49 +77,36 @@ class Relay:
         """How to ask an instance; as it is registered now, as numbers are used again."""
         spec, known = self.registry.spec(number), self._endpoints.get(number)
         if known is None or known.spec is not spec:
-            known = self._endpoints[number] = outbound.endpoint(spec)
+            known = self._endpoints[number] = outbound.endpoint(spec, self.registry.origin(number))
         return known
 
     def start(self, job: Job, target: Target) -> None:
         """See `parts.Relay`."""
         self.under_way += 1
-        passage = Passage(self, job, target)
+        passage = Passage(self, job, job.exchange, self.limits, target)
         job.exchange.watch(passage)
         passage.begin_at(job, target)
 
 
-class Passage:
+class Passage(msgspec.Struct, eq=False):
     """One job's way from instances to its client: the owner of its legs, and the listener of its exchange."""
 
-    __slots__ = (
-        "_call",
-        "_full",
-        "_is_prefilled",
-        "_leg",
-        "_over",
-        "_plan",
-        "_prompt_tokens",
-        "_rank",
-        "_relay",
-        "_story",
-        "_target",
-        "_waits",
-        "exchange",
-        "job",
-        "limits",
-    )
-
-    def __init__(self, relay: Relay, job: Job, target: Target) -> None:
-        self.job, self.exchange, self.limits = job, job.exchange, relay.limits
-        self._relay, self._target = relay, target
-        self._call: Call | None = None
-        self._leg: Sink | None = None
-        self._full = self._over = self._waits = self._is_prefilled = False
-        self._story: Story | None = None
-        self._plan: Plan | None = None
-        self._prompt_tokens = 0
-        self._rank: tuple[int, int] | None = None
-        """The instance and the rank that it was sent to by name."""
+    _relay: Relay
+    job: Job
+    exchange: Exchange
+    limits: Limits
+    _target: Target
+    _call: Call | None = None
+    _leg: Sink | None = None
+    _full: bool = False
+    _over: bool = False
+    _waits: bool = False
+    _is_prefilled: bool = False
+    _story: Story | None = None
+    _plan: Plan | None = None
+    _prompt_tokens: int = 0
+    _rank: tuple[int, int] | None = None
+    """The instance and the rank that it was sent to by name."""
 
     # ---- to instances
 
@@ -138,10 +127,10 @@ class Passage:
             self._ask()
 
     def _prefill(self, number: int) -> None:
-        path = outbound.PATHS[self.job.parsed.kind]
-        body = outbound.prefill_body(self._relay.endpoint(number), self.job)
+        to, path = self._relay.endpoint(number), outbound.PATHS[self.job.parsed.kind]
+        body = outbound.prefill_body(to, self.job)
         first_s = min(self._relay.brain.patience_s(self.job), self._relay.times.first_s)
-        self._place(number, "POST", path, body, Small(self._prefilled), first_s)
+        self._place(to, number, "POST", path, body, Small(self._prefilled), first_s)
 
     def _prefilled(self, status: int, body: bytes) -> None:
         leg, self._leg, self._call = self._leg, None, None
@@ -168,14 +157,15 @@ class Passage:
         else:
             body = outbound.body_to(to, job, asks_ids=False)
             leg = Whole(self)
-        self._place(number, "POST", outbound.PATHS[job.parsed.kind], body, leg)
+        self._place(to, number, "POST", outbound.PATHS[job.parsed.kind], body, leg)
 
     def _go_on(self, plan: Plan) -> None:
         """The rest of a stream; where nobody said how long it may get, the instance is asked for its model's length."""
         if plan.answer_tokens is not None:
             self._move(plan, None)
             return
-        self._place(self._target.decode, "GET", "/v1/models", b"", Small(self._has_room), ROOM_S)
+        number = self._target.decode
+        self._place(self._relay.endpoint(number), number, "GET", "/v1/models", b"", Small(self._has_room), ROOM_S)
 
     def _has_room(self, status: int, body: bytes) -> None:
         assert self._plan is not None
@@ -192,14 +182,17 @@ class Passage:
             self.stuck(error.reason)
             return
         number = self._target.decode
-        body = outbound.replay_body(self._relay.endpoint(number), self.job, fields)
+        to = self._relay.endpoint(number)
+        body = outbound.replay_body(to, self.job, fields)
         leg = Moved(self, self._story, Translator(self._story, plan))
         self._relay.counts.add("moved")
-        self._place(number, "POST", "/v1/completions", body, leg)
+        self._place(to, number, "POST", "/v1/completions", body, leg)
 
-    def _place(self, number: int, method: str, path: str, body: bytes, leg: Sink, first_s: float | None = None) -> None:
+    def _place(
+        self, to: outbound.Endpoint, number: int, method: str, path: str, body: bytes, leg: Sink,
+        first_s: float | None = None,
+    ) -> None:  # fmt: skip
         relay = self._relay
-        to = relay.endpoint(number)
         lines = outbound.lines_to(to, self.job)
         if to.spec.ranks > 1 and relay.ranks is not None and method == "POST":
             self._leave_rank()
@@ -209,8 +202,7 @@ class Passage:
                 lines += lines_of([(HEADER, b"%d" % rank)])
         self._leg = leg
         most_s = relay.times.first_s if first_s is None else first_s
-        origin = relay.registry.origin(number)
-        call = relay.upstreams.call(origin, method, path, _NONE, body, leg, first_s=most_s, lines=lines)
+        call = relay.upstreams.call(to.origin, method, path, _NONE, body, leg, first_s=most_s, lines=lines)
         if self._leg is leg:
             self._call = call
             if self._full:

@@ -19,6 +19,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from headwater.conductor.asking import tokens_of
 from headwater.conductor.counts import Counts
 from headwater.conductor.earning import Earning
@@ -49,33 +51,32 @@ def suffices(file: FleetFile) -> bool:
     return not about.admission or all(it.ttft_s is None and it.tpot_s is None for it in slos)
 
 
-class Ride:
+class Ride(msgspec.Struct, eq=False):
     """One request. Times are of the loop's clock."""
 
-    __slots__ = (
-        "answered", "answered_tokens", "arrived_s", "at", "cached_tokens", "counted", "ended_s", "excluded", "first_s",
-        "job", "model", "outcome", "refused", "request", "routed_s", "sent", "tenant", "tokens", "tries", "waits",
-    )  # fmt: skip
-
-    def __init__(self, job: Job, tokens: int, sent: Sent, refused: Refused) -> None:
-        parsed, tokenised = job.parsed, job.tokenised
-        self.job: Job | None = job
-        """None once it is over: nothing of a prompt is remembered."""
-        self.sent: Sent | None = sent
-        self.refused: Refused | None = refused
-        self.request, self.model, self.tenant, self.tokens = job.id, parsed.model, job.tenant.name, tokens
-        self.counted = tokenised.how if tokenised is not None else How.NONE
-        self.arrived_s = job.arrived_s
-        self.routed_s = self.first_s = self.ended_s = 0.0
-        self.at: Target | None = None
-        """None while it is at no instance."""
-        self.tries: list[list[str]] = []
-        """The names of the two instances, and why it was lost there."""
-        self.excluded: set[int] | None = None
-        self.waits = self.answered = False
-        self.outcome = "waiting"
-        self.answered_tokens = 0
-        self.cached_tokens: int | None = None
+    job: Job | None
+    """None once it is over: nothing of a prompt is remembered."""
+    sent: Sent | None
+    refused: Refused | None
+    request: str
+    model: str
+    tenant: str
+    tokens: int
+    counted: How
+    arrived_s: float
+    routed_s: float = 0.0
+    first_s: float = 0.0
+    ended_s: float = 0.0
+    at: Target | None = None
+    """None while it is at no instance."""
+    tries: list[list[str]] = msgspec.field(default_factory=list)
+    """The names of the two instances, and why it was lost there."""
+    excluded: set[int] | None = None
+    waits: bool = False
+    answered: bool = False
+    outcome: str = "waiting"
+    answered_tokens: int = 0
+    cached_tokens: int | None = None
 
     def told(self) -> dict[str, Any]:
         """As `explaining` tells it; there are no candidates and no seconds."""
@@ -183,7 +184,9 @@ class Rotation:
             self._counts.add("limited", "requests")
             refused(job, Refusal(503, "overloaded", "too many requests are in progress", RETRY_S))
             return
-        ride = Ride(job, tokens_of(job), sent, refused)
+        parsed, tokenised = job.parsed, job.tokenised
+        how = tokenised.how if tokenised is not None else How.NONE
+        ride = Ride(job, sent, refused, job.id, parsed.model, job.tenant.name, tokens_of(job), how, job.arrived_s)
         memory = self._memory
         memory[job.id] = ride
         if len(memory) > self._explained:
@@ -316,7 +319,7 @@ class Rotation:
         job.phase, ride.outcome = Phase.DONE, outcome
         ride.answered_tokens, ride.cached_tokens = job.answered_tokens, job.cached_tokens
         ride.job = ride.sent = ride.refused = None
-        self._numbers["outcomes", outcome] = self._numbers.get(("outcomes", outcome), 0) + 1
+        self._numbers["outcomes", outcome] += 1
         now = ride.ended_s = self._timers.time()
         return now
 

@@ -44,16 +44,17 @@ class Tallies:
 
     def computed(self, number: int, tokens: int, device: int, fetched: int) -> None:
         """One has ended there whose prompt had so many tokens, of which so many were cached and so many fetched."""
-        numbers = self._numbers
-        numbers[PROMPT] = numbers.get(PROMPT, 0) + tokens
-        numbers[ON_DEVICE] = numbers.get(ON_DEVICE, 0) + device
+        self._numbers[PROMPT] += tokens
         row = self._rows.get(number)
         if row is None:
             row = self._rows[number] = [0, 0, 0, 0]
         row[0] += 1
         row[1] += tokens
-        row[2] += device
-        row[3] += fetched
+        if device:
+            self._numbers[ON_DEVICE] += device
+            row[2] += device
+        if fetched:
+            row[3] += fetched
 
     def left(self, number: int) -> None:
         """Its number may be given to another."""

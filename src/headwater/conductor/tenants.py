@@ -99,13 +99,15 @@ class KeyedTenants:
 
     def enter(self, tenant: TenantSpec, now: float) -> float | None:
         """See `parts.Tenants`."""
+        if tenant is NOBODY:  # nothing limits nobody, now or after a roll: the page that workers share need not know
+            self._in_progress[""] = self._in_progress.get("", 0) + 1
+            return None
         wait = self.take(tenant, now)
         return None if wait is None else wait.seconds
 
     def take(self, tenant: TenantSpec, now: float) -> Wait | None:
         """`enter`, which also says which quota is spent. The quota is the one that the tenant has by now."""
-        # Nothing limits nobody, now or after a roll: the page that workers share need not know of it.
-        wait = None if tenant is NOBODY else self._page.enter(tenant.name, self._quota(tenant), now)
+        wait = self._page.enter(tenant.name, self._quota(tenant), now)
         if wait is None:
             self._in_progress[tenant.name] = self._in_progress.get(tenant.name, 0) + 1
         else:

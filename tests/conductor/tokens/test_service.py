@@ -58,15 +58,19 @@ async def serving(
 async def found(tokens: TokensService, parsed: Parsed, salt: str = "") -> Tokenised:
     """What it says, whenever it says it."""
     future: asyncio.Future[Tokenised] = asyncio.get_running_loop().create_future()
-    known = tokens.start(parsed, future.set_result, salt)
-    return await asyncio.wait_for(future, WAIT_S) if known is None else known
+    known = tokens.known(parsed, salt)
+    if known is not None:
+        return known
+    tokens.find(parsed, future.set_result, salt)
+    return await asyncio.wait_for(future, WAIT_S)
 
 
 def at_once(tokens: TokensService, parsed: Parsed, salt: str = "") -> Tokenised | None:
     """What it says at once, in either way."""
     answers: list[Tokenised] = []
-    known = tokens.start(parsed, answers.append, salt)
-    assert known is None or not answers
+    known = tokens.known(parsed, salt)
+    if known is None:
+        tokens.find(parsed, answers.append, salt)
     return answers[0] if answers else known
 
 
@@ -118,7 +122,7 @@ async def test_equal_prompts_are_tokenised_once(own: Path, gate: threading.Event
     async with serving(own, searches=1) as tokens:
         answers: list[Tokenised] = []
         for _ in range(500):
-            tokens.start(chat({"messages": [user("Hi")]}), answers.append)
+            tokens.find(chat({"messages": [user("Hi")]}), answers.append)
         assert at_once(tokens, text("another")) == Tokenised(None, How.NONE, "busy"), "the 500 take one place"
         assert not answers
         gate.set()
@@ -210,7 +214,7 @@ async def test_closing_ends_what_is_under_way(own: Path, gate: threading.Event) 
     answers: list[Tokenised] = []
     async with serving(own, threads=1) as tokens:
         for name in "abc":
-            tokens.start(text(name), answers.append)
+            tokens.find(text(name), answers.append)
         asyncio.get_running_loop().call_soon(gate.set)
         threading.Timer(0.05, gate.set).start()
     assert [it.reason for it in answers] == ["closed"] * 3
@@ -237,7 +241,7 @@ async def test_asks_an_engine(own: Path) -> None:
     ask, answers = Asked(), []
     async with serving(own, "engine", ask=ask) as tokens:
         for parsed in (text("a"), text("a"), text("b", truncate_prompt_tokens=1)):
-            tokens.start(parsed, answers.append)
+            tokens.find(parsed, answers.append)
         assert len(ask.questions) == 2 and not answers
         ask.answer([1, 2])
         await asyncio.sleep(0)
@@ -245,7 +249,7 @@ async def test_asks_an_engine(own: Path) -> None:
         assert [(list(it.ids or ()), it.how) for it in answers] == [
             ([1, 2], How.ENGINE), ([1, 2], How.ENGINE), ([2], How.ENGINE),
         ]  # fmt: skip
-        tokens.start(text("c"), answers.append)
+        tokens.find(text("c"), answers.append)
         ask.answer(None)
         assert answers[-1][:3] == (None, How.NONE, "engine")
 

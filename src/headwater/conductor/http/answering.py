@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+import msgspec
+
 from headwater._kernels.events import Transport
 from headwater._kernels.messages import Writer
 from headwater.conductor.http.answers import bodiless
@@ -35,20 +37,17 @@ class Wire(Protocol):
         """The present answer cannot be ended."""
 
 
-class Answer:
+class Answer(msgspec.Struct, eq=False):
     """See `exchange.Exchange`."""
 
-    __slots__ = ("_bodiless", "_chunked", "_connection", "_gone", "_listener", "closed", "request", "started")
-
-    def __init__(self, connection: Wire, request: Request) -> None:
-        self.request = request
-        self.started = False
-        self.closed = False
-        self._connection = connection
-        self._listener: Listener | None = None
-        self._gone = False
-        self._chunked = False
-        self._bodiless = False
+    _connection: Wire
+    request: Request
+    started: bool = False
+    closed: bool = False
+    _listener: Listener | None = None
+    _gone: bool = False
+    _chunked: bool = False
+    _bodiless: bool = False
 
     def watch(self, listener: Listener | None) -> None:
         """See `Exchange`. A listener that comes while the client reads slowly is told so at once."""

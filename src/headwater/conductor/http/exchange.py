@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, TypeAlias
 
+import msgspec
+
 from headwater._kernels.events import Transport
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
@@ -23,7 +25,7 @@ PASSED = frozenset({b"content-type", b"retry-after"})
 """The headers of instances that mean something to a client."""
 
 
-class Request(NamedTuple):
+class Request(msgspec.Struct, frozen=True, eq=False):
     """A whole request, within the limits. `path` and `query` are as they were sent, not decoded. `headers` are not to
     be changed: others see the same list."""
 

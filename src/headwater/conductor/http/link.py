@@ -26,6 +26,8 @@ from enum import Enum, auto
 from math import inf
 from typing import Protocol, cast
 
+import msgspec
+
 from headwater._kernels.messages import Writer
 from headwater.conductor.http.chunks import Chunked
 from headwater.conductor.http.exchange import Origin, Quick, Sink
@@ -52,22 +54,21 @@ class Why:
     SILENT, LATE, MALFORMED = "silent", "late", "malformed"
 
 
-class UpstreamCall:
+class UpstreamCall(msgspec.Struct, eq=False):
     """See `exchange.Call`. The pool and the link that it is on move it."""
 
-    __slots__ = (
-        "body", "closed", "first_s", "head", "link", "method", "origin", "paused", "retried", "sent", "sink",
-    )  # fmt: skip
-
-    def __init__(self, origin: Origin, method: str, head: bytes, body: bytes, sink: Sink, first_s: float) -> None:
-        self.origin, self.method, self.head, self.body = origin, method, head, body
-        self.sink, self.first_s = sink, first_s
-        self.link: Link | None = None
-        self.sent = False
-        """Whether any of it was written to any connection."""
-        self.retried = False
-        self.paused = False
-        self.closed = False
+    origin: Origin
+    method: str
+    head: bytes
+    body: bytes
+    sink: Sink
+    first_s: float
+    link: Link | None = None
+    sent: bool = False
+    """Whether any of it was written to any connection."""
+    retried: bool = False
+    paused: bool = False
+    closed: bool = False
 
     def pause(self) -> None:
         """See `Call`. What was already read is still handed on."""
@@ -225,8 +226,10 @@ class Link(asyncio.Protocol):
 
     # ------------------------------------------------------------ requests
 
-    def begin(self, call: UpstreamCall, *, reused: bool) -> None:
-        """Write a request; the link is its alone until it ends."""
+    def begin(self, call: UpstreamCall, *, reused: bool) -> bool:
+        """Write a request; the link is its alone until it ends. False: nothing was done, as it is closed."""
+        if self._phase is not _IDLE or self._transport.is_closing():
+            return False
         self._call, call.link = call, self
         self._phase = _HEAD
         self._reused, self._touched, self._interim = reused, False, 0
@@ -235,6 +238,7 @@ class Link(asyncio.Protocol):
         self._writer.write(call.head, call.body)
         if call.paused:
             self.hold()
+        return True
 
     def hold(self) -> None:
         """Read no more for now."""

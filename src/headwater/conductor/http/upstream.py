@@ -59,8 +59,7 @@ class UpstreamPool:
         idle = self._idle.get(origin)
         while idle:
             link = idle.pop()
-            if link.usable:
-                link.begin(call, reused=True)
+            if link.begin(call, reused=True):
                 return call
         self._open(call)
         return call

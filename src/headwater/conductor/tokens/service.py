@@ -1,6 +1,6 @@
 """The worker's Tokens: each prompt's ids, from wherever they are quickest to be had.
 
-Theory of operation. `start` answers at once what was given as ids, is remembered or cannot be found. Another prompt
+Theory of operation. `known` answers what was given as ids, is remembered or cannot be found. With `find` another prompt
 becomes a Search, by the digest of all that its ids depend on; who asks for the same prompt meanwhile joins it. A search
 is made in a thread (rendering and tokenising release the loop, the latter also Python's lock), or by asking an engine.
 Threads are few and searches in them bounded; what finds no place goes without ids, and is routed by load. A search ends
@@ -112,9 +112,8 @@ class TokensService:
                 model.loading = folders[path]
                 model.loading.add_done_callback(partial(self._say_failure, model))
 
-    def start(self, parsed: Parsed, done: Done, salt: str = "") -> Tokenised | None:
-        """A prompt's ids where they are known, or nobody can find them; None: `done` is called in the loop, mostly
-        later.
+    def known(self, parsed: Parsed, salt: str = "") -> Tokenised | None:
+        """A prompt's ids where they are known, or nobody can find them; None: `find` them.
 
         `salt` keeps tenants apart: nobody is answered faster because another tenant sent the same prompt.
         """
@@ -127,20 +126,21 @@ class TokensService:
         reason = self._hopeless(parsed, model)
         if model is None or reason:
             return nothing(reason)
-        digest = digest_of(parsed, salt)
-        known = self._memo.get(digest)
-        if known is not None:
-            return Tokenised(known, How.KNOWN)
+        known = self._memo.get(digest_of(parsed, salt))
+        return None if known is None else Tokenised(known, How.KNOWN)
+
+    def find(self, parsed: Parsed, done: Done, salt: str = "") -> None:
+        """Find what is not known; `done` is called in the loop, mostly later."""
+        digest, model = digest_of(parsed, salt), self._models[parsed.model]
         search = self._searches.get(digest)
         if search is not None:
             search.waiting.append(done)
         elif model.mode == "engine":
             self._begin(digest, Search(parsed, How.ENGINE, self._loop.time(), [done]))
         elif len(self._searches) >= self._room or self._closed:
-            return nothing("busy")
+            done(nothing("busy"))
         else:
             self._begin(digest, Search(parsed, How.LOCAL, self._loop.time(), [done]))
-        return None
 
     def verify(self, name: str, done: Callable[[bool | None], None] | None = None) -> None:
         """Compare our ids of some fixed prompts with the engine's; where they differ, it is the engine that is asked.
