@@ -39,7 +39,8 @@ def example() -> Report:
 
 def test_json_is_the_contract() -> None:
     said = json.loads(example().json())
-    assert set(said) == {"machine", "figures"}
+    assert set(said) == {"machine", "figures", "missing"}
+    assert said["missing"] == [{"name": "call/x", "reason": "one core only"}]
     assert isinstance(said["machine"], dict)
     assert {"cpu", "cores", "kernel", "huge_pages", "load_before", "load_after", "steal_percent"} <= set(
         said["machine"]

@@ -8,9 +8,9 @@ import os
 from random import Random
 from typing import Any
 
-from headwater.conductor.bodies import read
+from headwater.conductor.bodies import read, read_any, read_usual
 from headwater.conductor.http.exchange import Request
-from headwater.conductor.job import BadRequest, Parsed
+from headwater.conductor.job import BadRequest, Kind, Parsed
 from headwater.conductor.tokens.content import Unrendered
 from headwater.conductor.tokens.sandbox import OverBudget
 from headwater.conductor.tokens.templates import Template
@@ -143,3 +143,42 @@ def test_everything_is_read_or_refused(seed: int) -> None:
             unrendered += 1
     print(f"seed {seed}: of {BODIES} bodies {read_well} read; of those {rendered} rendered, {unrendered} not")
     assert read_well > BODIES // 20 and rendered > unrendered // 20
+
+
+MEMBERS = (
+    '"prompt":[1,2]', '"prompt": [3]', '"prompt":"a"', r'"prompt":"\"prompt\":[1]"', '"prompt":0', '"prompt":[]',
+    '"prompt":[1,4294967296]', '"prompt":[5.0]', '"prompt":"["', '"model":"m"', r'"model":"\"prompt\":[1]"',
+    '"model":{"prompt":[1]}', '"max_tokens":5', '"max_tokens":null', '"max_tokens":0', '"stream":true',
+    '"temperature":0', '"temperature":0.5', '"seed":[1]', '"user":"u"', '"n":1', '"x":[5]', '"cache_salt":"s"',
+    r'"\"prompt":[1]', r'"a\\"prompt":[1]', '"top_k":1',
+)  # fmt: skip
+WORDS = ("{", "}", '"prompt"', ":", "[1,2]", "[", "]", ",", '"', "\\", r"\"", '"a"', " ", "0", "null", '{"prompt":[1]}')
+
+
+def completion(random: Random) -> bytes:
+    """Nearly a usual one, or nearly JSON."""
+    if random.random() < 0.2:
+        return ("{" + "".join(random.choice(WORDS) for _ in range(random.randrange(9))) + "}").encode()
+    members = [random.choice(MEMBERS) for _ in range(random.randrange(1, 5))]
+    body = "{" + random.choice((",", ", ")).join(members) + "}"
+    if random.random() < 0.3:
+        at = random.randrange(len(body))
+        body = body[:at] + random.choice('"\\,:{}[]0 ') + body[at + 1 :]
+    return body.encode()
+
+
+def test_what_is_usual_is_read_as_all_else_is(seed: int) -> None:
+    random, usual = Random(seed), {True: 0, False: 0}
+    for _ in range(2 * BODIES):
+        request = Request("POST", "/v1/completions", "", [], completion(random), "", {})
+        quickly = read_usual(request, LIMITS)
+        if quickly is None:
+            continue
+        with_care = read_any(Kind.COMPLETION, request, LIMITS)
+        usual[quickly.ids is not None] += 1
+        assert quickly.usual and not with_care.usual
+        assert quickly.fields == with_care.fields == json.loads(request.body)
+        assert list(quickly.ids or ()) == list(with_care.ids or ()), request.body
+        quickly.ids, quickly.body = with_care.ids, b""
+        assert quickly == with_care, request.body
+    assert min(usual.values()) > BODIES // 200, usual

@@ -25,10 +25,12 @@ class Report:
 
     def json(self) -> str:
         """The contract of `headwater bench NAME --json`."""
-        figures = [asdict(it.figure) for it in self.results]
-        return msgspec.json.format(
-            msgspec.json.encode({"machine": self.machine.as_dict(), "figures": figures}), indent=2
-        ).decode()
+        said = {
+            "machine": self.machine.as_dict(),
+            "figures": [asdict(it.figure) for it in self.results],
+            "missing": [{"name": spec.name, "reason": reason} for spec, reason in self.missing],
+        }
+        return msgspec.json.format(msgspec.json.encode(said), indent=2).decode()
 
     def markdown(self) -> str:
         """Two tables, ready for a document."""

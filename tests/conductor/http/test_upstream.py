@@ -71,6 +71,56 @@ GOOD: dict[str, tuple[bytes, bytes, bool]] = {
 }
 
 
+class TakesWhole(Sink):
+    """Takes what comes in one piece at once."""
+
+    def whole(self, status: int, lines: bytes, body: bytes) -> None:  # type: ignore[override]
+        self.calls.append("whole")
+        self.status, self.body, self.outcome = status, body, "end"
+        assert lines == b"content-type: text/plain\r\nretry-after: 3\r\n"
+
+
+TOLD = b"HTTP/1.1 200 OK\r\nServer: x\r\nContent-Type: text/plain\r\nRetry-After: 3\r\nContent-Length: 5\r\n\r\nhello"
+NO_PIECE = {
+    "chunks": TOLD.replace(b"Content-Length: 5", b"Transfer-Encoding: chunked")[:-5] + b"5\r\nhello\r\n0\r\n\r\n",
+    "no content": TOLD.replace(b"200 OK", b"204 No").replace(b": 5", b": 0")[:-5],
+    "something after it": TOLD + b"x",
+}
+
+
+async def told(pool: UpstreamPool, origin: Origin, method: str = "POST") -> TakesWhole:
+    """The same by one who takes what comes in one piece."""
+    sink = TakesWhole()
+    pool.call(origin, method, "/v1/x", [], b"ask", sink, first_s=5)
+    await until(lambda: sink.outcome)
+    return sink
+
+
+def test_an_answer_in_one_piece_is_told_at_once_where_its_head_is_known() -> None:
+    async def run() -> None:
+        own = TOLD.replace(b"Server: x", b"Server: whom no other test knows")
+        world, head = own.replace(b"hello", b"world"), own.replace(b": 5", b": 0")[:-5]
+        async with instance(says(own, own, world, head, own)) as (it, origin), pooled() as pool:
+            first, second, third = [await told(pool, origin) for _ in range(3)]
+            assert first.calls == ["head", "data"] and second.calls == third.calls == ["whole"]
+            assert (first.body, second.body, third.body) == (b"hello", b"hello", b"world")
+            assert (await told(pool, origin, "HEAD")).calls == ["head"]
+            assert (await told(pool, origin)).calls == ["whole"] and it.connections == 1
+
+    looped(run())
+
+
+@pytest.mark.parametrize("name", NO_PIECE)
+def test_what_is_no_answer_in_one_piece_is_not_taken_for_one(name: str) -> None:
+    async def run() -> None:
+        async with instance(says(NO_PIECE[name], NO_PIECE[name])) as (_, origin), pooled() as pool:
+            for _ in range(2):
+                sink = await told(pool, origin)
+                assert sink.outcome == "end" and "whole" not in sink.calls
+
+    looped(run())
+
+
 @pytest.mark.parametrize("name", GOOD)
 def test_an_answer_split_at_every_byte(name: str) -> None:
     data, body, _ = GOOD[name]
