@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import random
 import socket
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from headwater._kernels import events
-from headwater._kernels.events import RAW_MAX, REPORTED, PlainTokenEvents, TokenEvents
+from headwater._kernels.events import RAW_MAX, REPORTED, PlainReceiver, PlainTokenEvents, Receiver, TokenEvents
 
 NATIVE = pytest.param(TokenEvents, id="c", marks=pytest.mark.skipif(not events.NATIVE, reason="built without C"))
 BOTH = pytest.mark.parametrize("kind", [NATIVE, pytest.param(PlainTokenEvents, id="plain")])
@@ -320,3 +322,89 @@ def test_both_do_the_same(seed: int) -> None:
             else:
                 assert one.run.feed(given) == other.run.feed(given), given
             assert one.state() == other.state(), given
+
+
+def receiving(base: type) -> Any:
+    """A protocol that notes what it is told."""
+
+    class Protocol(base, asyncio.Protocol):  # type: ignore[misc, valid-type]
+        __slots__ = ("__weakref__", "seen")
+
+        def __init__(self) -> None:
+            self.seen: list[object] = []
+            self.quick = None
+            self.heard = False
+
+        def received(self, data: bytes) -> None:
+            self.seen.append(data)
+
+        def reported(self) -> None:
+            self.seen.append("reported")
+
+    return Protocol()
+
+
+RECEIVERS = pytest.mark.parametrize(
+    "base",
+    [
+        pytest.param(Receiver, id="c", marks=pytest.mark.skipif(not events.NATIVE, reason="built without C")),
+        pytest.param(PlainReceiver, id="plain"),
+    ],
+)
+
+
+@RECEIVERS
+def test_who_takes_quickly_is_asked_first(base: type) -> None:
+    it = receiving(base)
+    it.data_received(b"a")
+    assert it.seen == [b"a"] and not it.heard
+    answers = {b"no": 0, b"yes": 1, b"ask": 2}
+    it.quick = answers.__getitem__
+    it.data_received(b"no")
+    assert it.seen == [b"a", b"no"] and not it.heard
+    it.data_received(b"yes")
+    assert it.seen == [b"a", b"no"] and it.heard is True
+    it.heard = False
+    it.data_received(b"ask")
+    assert it.seen == [b"a", b"no", "reported"] and it.heard
+    it.quick = None
+    it.data_received(b"yes")
+    assert it.seen[-1] == b"yes"
+
+
+@RECEIVERS
+def test_long_pieces_are_not_taken_quickly(base: type) -> None:
+    it, asked = receiving(base), []
+    it.quick = lambda data: asked.append(len(data)) or 1
+    for size in (0, RAW_MAX - 1, RAW_MAX, RAW_MAX + 1):
+        it.data_received(bytes(size))
+    assert asked == [0, RAW_MAX - 1] and list(map(len, it.seen)) == [RAW_MAX, RAW_MAX + 1]
+
+
+@RECEIVERS
+def test_errors_of_whoever_is_called_are_heard(base: type) -> None:
+    it = receiving(base)
+    it.quick = {}.__getitem__
+    with pytest.raises(KeyError):
+        it.data_received(b"a")
+    assert not it.heard
+
+    def replaces(data: bytes) -> int:
+        it.quick = None  # the last that holds this function
+        gc.collect()
+        return 2
+
+    it.quick = replaces
+    del replaces
+    it.data_received(b"a")
+    assert it.seen == ["reported"] and it.quick is None
+
+
+@RECEIVERS
+def test_a_receiver_that_quick_holds_is_let_go(base: type) -> None:
+    it = receiving(base)
+    it.quick = lambda data, it=it: 1
+    gone = weakref.ref(it)
+    del it
+    gc.collect()
+    assert gone() is None

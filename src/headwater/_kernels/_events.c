@@ -10,7 +10,10 @@
 #define _GNU_SOURCE
 #include <Python.h>
 
+#include <structmember.h>
+
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -410,11 +413,104 @@ static PyType_Spec SPEC = {
     .slots = EVENTS,
 };
 
-static int load(PyObject *module) {
-    PyObject *type = PyType_FromModuleAndSpec(module, &SPEC, NULL);
-    int failed = type ? PyModule_AddObjectRef(module, "TokenEvents", type) : -1;
+/* ---- Receiver ----------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *quick, *received, *reported; /* who is asked first, NULL or None for nobody; names of methods */
+    char heard;
+} receiver_t;
+
+static PyObject *data_received(receiver_t *it, PyObject *data) {
+    PyObject *quick = it->quick;
+    if (quick && quick != Py_None && PyBytes_Check(data) && PyBytes_Size(data) < RAW_MAX) {
+        Py_INCREF(quick); /* whoever is called may set another one */
+        PyObject *answer = PyObject_CallFunctionObjArgs(quick, data, NULL);
+        Py_DECREF(quick);
+        long done = answer ? PyLong_AsLong(answer) : -1;
+        Py_XDECREF(answer);
+        if (done < 0 && PyErr_Occurred())
+            return NULL;
+        if (done) {
+            it->heard = 1;
+            if (done > 1)
+                return PyObject_CallMethodObjArgs((PyObject *)it, it->reported, NULL);
+            Py_RETURN_NONE;
+        }
+    }
+    return PyObject_CallMethodObjArgs((PyObject *)it, it->received, data, NULL);
+}
+
+static PyObject *receiver_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    (void)args;
+    (void)kwargs;
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    receiver_t *it = (receiver_t *)alloc(type, 0);
+    if (it && (!(it->received = PyUnicode_InternFromString("received")) ||
+               !(it->reported = PyUnicode_InternFromString("reported"))))
+        Py_CLEAR(it);
+    return (PyObject *)it;
+}
+
+static int receiver_traverse(receiver_t *it, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)it));
+    Py_VISIT(it->quick);
+    return 0;
+}
+
+static int receiver_clear(receiver_t *it) {
+    Py_CLEAR(it->quick);
+    return 0;
+}
+
+static void receiver_release(receiver_t *it) {
+    PyTypeObject *type = Py_TYPE((PyObject *)it);
+    PyObject_GC_UnTrack(it);
+    receiver_clear(it);
+    Py_CLEAR(it->received);
+    Py_CLEAR(it->reported);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(it);
+    Py_DECREF(type);
+}
+
+static PyMethodDef RECEIVER_METHODS[] = {
+    {"data_received", (PyCFunction)data_received, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef RECEIVER_MEMBERS[] = {
+    {"quick", T_OBJECT, offsetof(receiver_t, quick), 0, NULL},
+    {"heard", T_BOOL, offsetof(receiver_t, heard), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot RECEIVER[] = {
+    {Py_tp_doc, "See headwater._kernels.events, whose contract it keeps."},
+    {Py_tp_new, receiver_new},
+    {Py_tp_dealloc, receiver_release},
+    {Py_tp_traverse, receiver_traverse},
+    {Py_tp_clear, receiver_clear},
+    {Py_tp_methods, RECEIVER_METHODS},
+    {Py_tp_members, RECEIVER_MEMBERS},
+    {0, NULL},
+};
+
+static PyType_Spec RECEIVER_SPEC = {
+    .name = "headwater._kernels._events.Receiver",
+    .basicsize = sizeof(receiver_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    .slots = RECEIVER,
+};
+
+static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    int failed = type ? PyModule_AddObjectRef(module, name, type) : -1;
     Py_XDECREF(type);
     return failed;
+}
+
+static int load(PyObject *module) {
+    return add_type(module, "TokenEvents", &SPEC) < 0 ? -1 : add_type(module, "Receiver", &RECEIVER_SPEC);
 }
 
 static PyModuleDef_Slot SLOTS[] = {

@@ -55,6 +55,19 @@ static inline uint32_t find(const expected_t *self, const name_t *name) {
     return at;
 }
 
+/* Have what `find` will look at come into the processor's caches: all at once, where one after another costs waiting. */
+__attribute__((always_inline)) static inline void prefetch(const expected_t *self, const name_t *names, size_t count) {
+    if (!self->bits)
+        return;
+    for (size_t i = 0; i < count; i++)
+        __builtin_prefetch(bucket(self, &names[i]));
+    for (size_t i = 0; i < count; i++) {
+        uint32_t at = *bucket(self, &names[i]);
+        if (at != NONE)
+            __builtin_prefetch(&self->entries[at]);
+    }
+}
+
 /* Into its place among all, as the youngest. */
 static inline void append(expected_t *self, uint32_t at) {
     self->entries[at].older = self->youngest;
@@ -190,12 +203,13 @@ static PyObject *expect(expected_t *self, PyObject *args) {
         PyMem_Free(names);
         return NULL;
     }
+    prefetch(self, names, count);
     for (size_t i = count; i-- > 0;) {
-        uint32_t at = find(self, &names[i]);
-        if (at != NONE) {
-            self->entries[at].count += self->entries[at].count < UINT32_MAX;
-            unlink_one(self, at);
-            append(self, at);
+        uint32_t known = find(self, &names[i]);
+        if (known != NONE) {
+            self->entries[known].count += self->entries[known].count < UINT32_MAX;
+            unlink_one(self, known);
+            append(self, known);
         } else if ((Py_ssize_t)i >= held) {
             add(self, &names[i]);
         }
@@ -210,10 +224,12 @@ static PyObject *expect(expected_t *self, PyObject *args) {
         }
         names = more;
     }
-    for (size_t i = 0; i < surplus; i++) {
-        names[i] = self->entries[self->oldest].name;
+    uint32_t at = self->oldest;
+    for (size_t i = 0; i < surplus; i++, at = self->entries[at].younger)
+        names[i] = self->entries[at].name;
+    prefetch(self, names, surplus);
+    for (size_t i = 0; i < surplus; i++)
         drop(self, self->oldest);
-    }
     PyObject *gone = list_of(names, surplus);
     PyMem_Free(names);
     return gone;

@@ -19,15 +19,24 @@ add(event, tokens)
 report() -> whether REPORTED tokens came; they are then counted anew.
 kept() -> what is kept; `ends`: whether the last event says why the answer ended.
 
+Receiver
+    A base of protocols. Its `data_received(data)` asks `quick(data)` first, if there is one and
+    the data is shorter than RAW_MAX. 0: it took nothing, and `received(data)` is called. 1: it is done with, `heard` is
+    set. 2: so it is, and `reported()` is called. Whoever inherits defines these two.
+
 Why it is safe to look for bytes is said in headwater.conductor.tokenids.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["NATIVE", "RAW_MAX", "REPORTED", "Counted", "PlainTokenEvents", "TokenEvents", "Transport"]
+__all__ = [
+    "NATIVE", "RAW_MAX", "REPORTED", "Counted", "PlainReceiver", "PlainTokenEvents", "Receiver", "TokenEvents",
+    "Transport",
+]  # fmt: skip
 
 RAW_MAX = 64 << 10
 REPORTED = 16
@@ -170,10 +179,38 @@ class PlainTokenEvents:
         self._job.answered_tokens += tokens
 
 
+class PlainReceiver:
+    """The same without C."""
+
+    __slots__ = ("heard", "quick")
+
+    def __init__(self) -> None:
+        self.quick: Callable[[bytes], int] | None = None
+        self.heard = False
+
+    def data_received(self, data: bytes) -> None:
+        """See above."""
+        if self.quick is not None and len(data) < RAW_MAX and (done := self.quick(data)):
+            self.heard = True
+            if done > 1:
+                self.reported()
+        else:
+            self.received(data)
+
+    def received(self, data: bytes) -> None:
+        """What nobody took quickly."""
+        raise NotImplementedError
+
+    def reported(self) -> None:
+        """Who took it wants to be asked."""
+        raise NotImplementedError
+
+
 try:
-    from headwater._kernels._events import TokenEvents
+    from headwater._kernels._events import Receiver, TokenEvents
 except ImportError:  # installed without a compiler
     NATIVE = False
+    Receiver = PlainReceiver  # type: ignore[assignment, misc]
     TokenEvents = PlainTokenEvents  # type: ignore[assignment, misc]
 else:
     NATIVE = True

@@ -28,6 +28,7 @@ from typing import Protocol, cast
 
 import msgspec
 
+from headwater._kernels.events import RAW_MAX, Receiver
 from headwater._kernels.messages import Writer
 from headwater.conductor.http.chunks import Chunked
 from headwater.conductor.http.exchange import Origin, Quick, Sink
@@ -39,7 +40,8 @@ from headwater.fleetfile.model import Limits, Times
 
 INTERIM_MAX = 16
 """Answers of status 1xx before the real one."""
-REST_BYTES = 64 << 10
+REST_BYTES = RAW_MAX
+"""What is shorter may be taken quickly."""
 IDLE_S = 4.0
 """Less than the 5 s after which engines' servers (uvicorn) close idle connections."""
 
@@ -131,12 +133,12 @@ _IDLE, _HEAD, _BODY, _CLOSED = Phase.IDLE, Phase.HEAD, Phase.BODY, Phase.CLOSED
 """By a name of the module they are found faster."""
 
 
-class Link(asyncio.Protocol):
+class Link(Receiver, asyncio.Protocol):
     """See the theory of operation above. Made by the pool, which sweeps it."""
 
     __slots__ = (
-        "_call", "_chunked", "_head_bytes", "_head_lines", "_interim", "_keep", "_left", "_phase", "_pool", "_quick",
-        "_reader", "_reused", "_silent_s", "_time", "_touched", "_transport", "_writer", "deadline_s", "heard",
+        "_call", "_chunked", "_head_bytes", "_head_lines", "_interim", "_keep", "_left", "_phase", "_pool",
+        "_reader", "_reused", "_silent_s", "_time", "_touched", "_transport", "_writer", "deadline_s",
         "origin",
     )  # fmt: skip
 
@@ -156,7 +158,7 @@ class Link(asyncio.Protocol):
         self._chunked: Chunked | None = None
         self._left: int | None = None
         """Bytes of the body that are to come; None: it ends with the connection, unless it is chunked."""
-        self._quick: Quick | None = None
+        self.quick: Quick | None = None
         """Who takes the body from here on, as far as it is as expected."""
         self.heard = False
         """More of a body came since it was last looked at; `deadline_s` does not know yet."""
@@ -173,14 +175,14 @@ class Link(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._writer = Writer(self._transport, socket_of(transport))
 
-    def data_received(self, data: bytes) -> None:
-        """See asyncio."""
-        quick = self._quick
-        if quick is not None and len(data) < REST_BYTES and (done := quick(data)):
-            self.heard = True
-            if done > 1 and self._call is not None:
-                self._call.sink.data(b"")
-        elif self._phase is _BODY:
+    def reported(self) -> None:
+        """Who takes a stream quickly wants a word."""
+        if self._call is not None:
+            self._call.sink.data(b"")
+
+    def received(self, data: bytes) -> None:
+        """See `data_received` of asyncio: what was not taken quickly."""
+        if self._phase is _BODY:
             self.deadline_s = self._time() + self._silent_s
             self._read_body(data)
             if len(data) >= REST_BYTES and self._phase is _BODY:
@@ -259,12 +261,12 @@ class Link(asyncio.Protocol):
 
     def cut(self) -> None:
         """Nobody wants the rest."""
-        self._call = self._quick = None
+        self._call = self.quick = None
         self._drop()
 
     def lose(self, why: str) -> None:
         """The request on this link, if there is one, does not come to its end."""
-        call, self._call, self._quick = self._call, None, None
+        call, self._call, self.quick = self._call, None, None
         self._drop()
         if call is not None:
             self._pool.lost(call, why)
@@ -359,7 +361,7 @@ class Link(asyncio.Protocol):
             self._keep = self._keep and not extra
             self._finish(call)
         elif chunked is not None:
-            self._quick = call.sink.quick if chunked.between else None
+            self.quick = call.sink.quick if chunked.between else None
 
     def _finish(self, call: UpstreamCall) -> None:
         self._release(call)
@@ -367,7 +369,7 @@ class Link(asyncio.Protocol):
 
     def _release(self, call: UpstreamCall) -> None:
         """All of its answer is here: the connection may serve another one."""
-        self._call = self._quick = call.link = None
+        self._call = self.quick = call.link = None
         self.heard = False
         call.closed = True
         transport = self._transport
