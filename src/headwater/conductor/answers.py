@@ -9,12 +9,12 @@ from headwater.conductor.http.exchange import Exchange, Headers, Reply
 from headwater.conductor.job import BadRequest, Refusal
 
 JSON = (b"content-type", b"application/json")
-DONE = b"data: [DONE]\n\n"
+LAST_EVENT = b"data: [DONE]\n\n"
 
 
 def error_event(status: int, message: str, code: str | None = None) -> bytes:
     """The end of a stream that cannot go on: an event that clients raise as an error, then [DONE]."""
-    return b"data: " + error_body(status, message, code) + b"\n\n" + DONE
+    return b"data: " + error_body(status, message, code) + b"\n\n" + LAST_EVENT
 
 
 def refuse(exchange: Exchange, refusal: Refusal, headers: Headers | None = None, lines: bytes = b"") -> None:

@@ -26,13 +26,12 @@ from headwater.conductor import bodies
 from headwater.conductor.answers import refuse, refuse_bad, refused
 from headwater.conductor.counts import Counts
 from headwater.conductor.http.exchange import Exchange, Headers, Reply, Request
-from headwater.conductor.job import BadRequest, Job, Kind, Parsed, Phase, Refusal, Target, Tokenised
+from headwater.conductor.job import DONE, SENT, WAITING, BadRequest, Job, Kind, Parsed, Refusal, Target, Tokenised
 from headwater.conductor.parts import Brain, Registry, Relay, Tenants, Tokens
 from headwater.fleetfile.model import Limits, TenantSpec
 
 log = logging.getLogger(__name__)
 
-WAITING, SENT, DONE = Phase.WAITING, Phase.SENT, Phase.DONE
 ASKED = {"/v1/chat/completions": Kind.CHAT, "/v1/completions": Kind.COMPLETION}
 MODELS = "/v1/models"
 JSON = [(b"content-type", b"application/json")]

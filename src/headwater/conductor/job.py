@@ -112,6 +112,10 @@ class Phase(StrEnum):
     DONE = "done"
 
 
+# A member is looked up in four times the time that a name of the module takes, and there are several to a request.
+WAITING, SENT, ANSWERING, DONE = Phase.WAITING, Phase.SENT, Phase.ANSWERING, Phase.DONE
+
+
 class Job(msgspec.Struct, eq=False):
     """One request. Times are of the loop's clock (time.monotonic)."""
 

@@ -27,12 +27,12 @@ from collections.abc import Callable
 import msgspec
 
 from headwater.conductor import outbound
-from headwater.conductor.answers import DONE, error_event, refuse
+from headwater.conductor.answers import LAST_EVENT, error_event, refuse
 from headwater.conductor.counts import Counts
 from headwater.conductor.http.answers import error_body
 from headwater.conductor.http.exchange import Call, Exchange, Headers, Sink, Upstreams
 from headwater.conductor.http.parsing import lines_of
-from headwater.conductor.job import Job, Phase, Refusal, Target
+from headwater.conductor.job import ANSWERING, DONE, SENT, WAITING, Job, Refusal, Target
 from headwater.conductor.legs import Moved, Small, Stream, Usage, Whole, room_of, usage_of
 from headwater.conductor.parts import Brain, Registry, Tenants
 from headwater.conductor.ranks import HEADER, Ranks
@@ -119,7 +119,7 @@ class Passage(msgspec.Struct, eq=False):
         if self._plan is not None:
             self._go_on(self._plan)
             return
-        job.phase = Phase.SENT
+        job.phase = SENT
         self._is_prefilled = False
         if target.prefill != target.decode:
             self._prefill(target.prefill)
@@ -214,7 +214,7 @@ class Passage(msgspec.Struct, eq=False):
         """See `Owner`."""
         job = self.job
         job.first_s = self._relay.clock()
-        job.phase = Phase.ANSWERING
+        job.phase = ANSWERING
         self.exchange.start(200, _NONE, _STREAM + self._ours())
         if not self._over:
             self._relay.brain.started(job)
@@ -261,7 +261,7 @@ class Passage(msgspec.Struct, eq=False):
         number = self._target.decode
         relay.counts.add("lost", why)
         job.lost.append(relay.registry.spec(number).name)
-        job.phase = Phase.WAITING
+        job.phase = WAITING
         job.answered_tokens = len(self._story.ids) if self._story is not None else 0
         self._waits = True
         relay.brain.lost(job, number, why, self.begin_at, self._refused)
@@ -276,7 +276,7 @@ class Passage(msgspec.Struct, eq=False):
         try:
             if isinstance(leg, Stream):
                 if leg.is_said():
-                    self._close(DONE)
+                    self._close(LAST_EVENT)
                     return
                 self._story = leg.story()
             assert self._story is not None, "a stream that goes on has a story"
@@ -378,7 +378,7 @@ class Passage(msgspec.Struct, eq=False):
             self._leave_rank()
         job, relay = self.job, self._relay
         relay.under_way -= 1
-        job.phase = Phase.DONE
+        job.phase = DONE
         job.ended_s = relay.clock()
         if not self.exchange.closed:
             self.exchange.watch(None)

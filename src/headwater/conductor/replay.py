@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headwater.conductor.answers import DONE
+from headwater.conductor.answers import LAST_EVENT
 from headwater.conductor.job import Kind, Parsed
 from headwater.conductor.sse import each, payload
 
@@ -246,7 +246,7 @@ class Story:
         usage = b""
         if self.parsed.include_usage and not self.counted:
             usage = self.event({"choices": [], "usage": self.usage()})
-        return usage + DONE
+        return usage + LAST_EVENT
 
     def event(self, body: Mapping[str, Any]) -> bytes:
         """One of its events."""

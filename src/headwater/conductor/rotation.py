@@ -25,7 +25,7 @@ from headwater.conductor.asking import tokens_of
 from headwater.conductor.counts import Counts
 from headwater.conductor.earning import Earning
 from headwater.conductor.headers import said
-from headwater.conductor.job import How, Job, Phase, Refusal, Refused, Sent, Target
+from headwater.conductor.job import ANSWERING, DONE, SENT, WAITING, How, Job, Refusal, Refused, Sent, Target
 from headwater.conductor.loads import Loads
 from headwater.conductor.nobody import GRACE_AGAIN_S, RETRY_S, refusal_of
 from headwater.conductor.patience import patience_s
@@ -222,7 +222,7 @@ class Rotation:
         self._at[prefill] += 1
         if decode != prefill:
             self._at[decode] += 1
-        job.phase, job.routed_s = Phase.SENT, now
+        job.phase, job.routed_s = SENT, now
         job.tries += 1
         assert ride.sent is not None, f"{ride.request} is over"
         ride.sent(job, ride.at)
@@ -241,7 +241,7 @@ class Rotation:
             return
         now = ride.first_s = self._timers.time()
         if not ride.answered:
-            ride.answered, job.first_s, job.phase = True, now, Phase.ANSWERING
+            ride.answered, job.first_s, job.phase = True, now, ANSWERING
             self._counts.observe("ttft_seconds", now - ride.arrived_s)
 
     def patience_s(self, job: Job) -> float:
@@ -316,7 +316,7 @@ class Rotation:
         return at
 
     def _over(self, ride: Ride, job: Job, outcome: str) -> float:
-        job.phase, ride.outcome = Phase.DONE, outcome
+        job.phase, ride.outcome = DONE, outcome
         ride.answered_tokens, ride.cached_tokens = job.answered_tokens, job.cached_tokens
         ride.job = ride.sent = ride.refused = None
         self._numbers["outcomes", outcome] += 1
@@ -351,7 +351,7 @@ class Rotation:
         if refusal is not None:
             self._refuse(ride, job, refusal)
             return
-        ride.waits, job.phase = True, Phase.WAITING
+        ride.waits, job.phase = True, WAITING
         self._waiting[ride.request] = ride
         if self._alarm is None:
             self._alarm = self._timers.call_later(GRACE_AGAIN_S, self._ask_again)

@@ -18,7 +18,7 @@ from headwater.conductor.counts import Counts
 from headwater.conductor.explaining import Explained, Try
 from headwater.conductor.flight import Flight
 from headwater.conductor.headers import Said
-from headwater.conductor.job import Job, Phase, Target
+from headwater.conductor.job import SENT, Job, Target
 from headwater.conductor.loads import Loads
 from headwater.conductor.orders import Orders, Prefetch
 from headwater.conductor.parts import Sight
@@ -98,7 +98,7 @@ class UnderWay:
         if not job.parsed.stream:
             flight.presumed_s = now + choice.parts.ttft_s
             self._presumed.add(flight.name, flight.presumed_s, now)
-        job.choice, job.phase, job.routed_s = choice, Phase.SENT, now
+        job.choice, job.phase, job.routed_s = choice, SENT, now
         job.tries += 1
         flight.sent(job, Target(choice.prefill, choice.decode, self._said.of(choice)))
 

@@ -67,11 +67,8 @@ log = logging.getLogger(__name__)
 SETTLE_S = 3.0
 """So long a worker waits for an instance to answer, or all of them not to, before it takes requests."""
 SETTLE_AGAIN_S = 0.05
-COLLECT = 5000, 100, 10
-"""A collection after so many objects that were made and not freed: the usual 700 would run one in every few requests,
-and each looks at all that were made since the last, which takes a microsecond for each, in which nobody is answered.
-What is left is looked at again after 100 of them, and not after 10: hardly anything here is a cycle, and `explained`
-records alone are 150,000 objects."""
+COLLECT_AFTER = 100_000
+"""Objects that are made, and not freed, between two collections: the usual 700 would run one in every few requests."""
 
 
 class Worker:
@@ -249,7 +246,7 @@ async def run(start: Start) -> None:
             worker = Worker(start, stack)
             gc.collect()
             gc.freeze()
-            gc.set_threshold(*COLLECT)
+            gc.set_threshold(COLLECT_AFTER, 10, 10)
             await worker.serve(replaced, ended)
     finally:
         loop.remove_reader(start.lifeline)

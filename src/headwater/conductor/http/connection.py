@@ -372,9 +372,8 @@ class Connection(asyncio.Protocol):
         return True
 
     def _discount(self) -> None:
-        if self._counted_bytes:
-            self._server.buffered_bytes -= self._counted_bytes
-            self._counted_bytes = 0
+        self._server.buffered_bytes -= self._counted_bytes
+        self._counted_bytes = 0
 
     def _handle(self, body: bytes) -> None:
         head = self._head
@@ -397,7 +396,8 @@ class Connection(asyncio.Protocol):
     def answered(self) -> None:
         """The present answer has ended: on to the next request."""
         self._answer = None
-        self._discount()
+        if self._counted_bytes:
+            self._discount()
         if not self._keep or self._server.draining:
             self._close()
             return
