@@ -408,3 +408,18 @@ def test_a_receiver_that_quick_holds_is_let_go(base: type) -> None:
     del it
     gc.collect()
     assert gone() is None
+
+
+@RECEIVERS
+def test_events_are_taken_without_a_line_of_python(base: type) -> None:
+    it, rig = receiving(base), Rig(TokenEvents)
+    it.quick = rig.run
+    for number in range(REPORTED):
+        it.data_received(chunk(event(f"{number}")))
+    assert rig.job.answered_tokens == REPORTED and it.seen == ["reported"] and it.heard
+    it.data_received(b"no chunk")
+    assert it.seen == ["reported", b"no chunk"]
+    with pytest.raises(TypeError):
+        rig.run()
+    with pytest.raises(TypeError):
+        rig.run("no bytes")

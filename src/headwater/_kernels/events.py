@@ -8,7 +8,7 @@ begin(transport, fd)
     From now on, once, `feed` may write to the client: to its socket where that takes it at once and nothing waits
     before it, else by the transport. `fd` is the socket, which lives until the transport's protocol is told of its
     end; -1: only by the transport.
-feed(raw) -> 0, 1 or 2
+feed(raw) -> 0, 1 or 2; so does a call of it
     Takes what came from an instance if that is whole HTTP chunks (no extensions) of whole events (their lines end with
     LF) which all bring tokens: they are written on, as one chunk. 0: it is something else, and nothing was done.
     2: REPORTED tokens or more have come since the last `report`.
@@ -128,6 +128,8 @@ class PlainTokenEvents:
         body = b"".join(out)
         self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
         return 1 if self._unreported < REPORTED else 2
+
+    __call__ = feed
 
     def take(self, event: bytes) -> bytes | None:
         """See above."""

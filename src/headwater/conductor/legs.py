@@ -204,7 +204,7 @@ class Stream:
     @property
     def quick(self) -> Quick | None:
         """See `Sink`."""
-        return self._run.feed if self._answering and not self._done and not self._events.parts else None
+        return self._run if self._answering and not self._done and not self._events.parts else None
 
     def head(self, status: int, headers: Headers) -> None:
         """See `Sink`."""
