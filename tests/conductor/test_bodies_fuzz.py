@@ -150,7 +150,9 @@ MEMBERS = (
     '"prompt":[1,4294967296]', '"prompt":[5.0]', '"prompt":"["', '"model":"m"', r'"model":"\"prompt\":[1]"',
     '"model":{"prompt":[1]}', '"max_tokens":5', '"max_tokens":null', '"max_tokens":0', '"stream":true',
     '"temperature":0', '"temperature":0.5', '"seed":[1]', '"user":"u"', '"n":1', '"x":[5]', '"cache_salt":"s"',
-    r'"\"prompt":[1]', r'"a\\"prompt":[1]', '"top_k":1',
+    r'"\"prompt":[1]', r'"a\\"prompt":[1]', '"top_k":1', '"stream_options":{"include_usage":false}',
+    '"stream_options": {"include_usage": true}', '"stream_options":null', '"stream_options":{}',
+    '"stream_options":{"x":1}', '"stream":false',
 )  # fmt: skip
 WORDS = ("{", "}", '"prompt"', ":", "[1,2]", "[", "]", ",", '"', "\\", r"\"", '"a"', " ", "0", "null", '{"prompt":[1]}')
 

@@ -52,6 +52,36 @@ def test_what_is_only_added_is_appended() -> None:
     assert json.loads(body) == {**json.loads(raw), **added}
 
 
+USUAL = [
+    b'{"prompt":"a"}',
+    b'{"prompt":[1,2],"max_tokens":3,"temperature":0}',
+    b'{"prompt":"a","stream":true}',
+    b'{"prompt":[1],"stream":true,"stream_options":{"include_usage":false}}',
+    b'{"prompt": [1], "stream_options": {"include_usage": false}, "stream": true}',
+    b'{"prompt":[1],"stream_options":{"include_usage": false },"stream":true}',
+    b'{"prompt":"a","stream":true,"stream_options":{"include_usage":true}}',
+    b'{"prompt":"a","stream":true,"stream_options":{}}',
+    b'{"prompt":"a","stream":true,"stream_options":null}',
+    b'{"prompt":"stream_options","stream":true}',
+    b'{"prompt":"\\"stream_options\\":{\\"include_usage\\":false}","stream":true}',
+]
+
+
+@pytest.mark.parametrize("raw", USUAL)
+@pytest.mark.parametrize("salt", ["", "s"])
+@pytest.mark.parametrize("asks_ids", [False, True])
+def test_usual_bodies_become_what_all_others_do(raw: bytes, salt: str, asks_ids: bool) -> None:
+    for tenant, spec in ((0, SPEC), (2, PRIORITIES)):
+        job = job_of({}, raw=raw, salt=salt, tenant=tenant)
+        assert job.parsed.usual
+        usual = body_to(endpoint(spec, AT), job, asks_ids=asks_ids)
+        job.parsed = bodies.read_any(Kind.COMPLETION, job.exchange.request, Limits())
+        with_care = body_to(endpoint(spec, AT), job, asks_ids=asks_ids)
+        pairs = json.loads(usual, object_pairs_hook=list)
+        assert len({name for name, _ in pairs}) == len(pairs), "no name is there twice"
+        assert json.loads(usual) == json.loads(with_care)
+
+
 @pytest.mark.parametrize(
     "forged",
     [

@@ -59,6 +59,12 @@ _decoder = msgspec.json.Decoder()
 _NOTHING: dict[str, Any] = {}
 
 
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a usual completion."""
+
+    include_usage: bool = False
+
+
 class Usual(msgspec.Struct, forbid_unknown_fields=True):
     """A completion as nearly all are: beside its prompt it says how long it may get, and how tokens are drawn."""
 
@@ -75,6 +81,7 @@ class Usual(msgspec.Struct, forbid_unknown_fields=True):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
+    stream_options: StreamOptions | None = None
 
 
 _read_usual = msgspec.json.Decoder(Usual).decode
@@ -124,11 +131,17 @@ def read_usual(request: Request, limits: Limits) -> Parsed | None:
                 return None
     except msgspec.MsgspecError:
         return None
+    options, usage = found.stream_options, False
+    if options is not None:
+        if not found.stream:
+            return None
+        usage = options.include_usage
     text = found.prompt if ids is None else None
     session = read_session(request, _NOTHING) if SESSION in request.named else ""
     return Parsed(
-        Kind.COMPLETION, None, found.model, found.stream, 1, ids, text, "", 0, found.max_tokens, session, body=body
-    )
+        Kind.COMPLETION, None, found.model, found.stream, 1, ids, text, "", 0, found.max_tokens, session, False, usage,
+        body=body,
+    )  # fmt: skip
 
 
 def read_any(kind: Kind, request: Request, limits: Limits) -> Parsed:

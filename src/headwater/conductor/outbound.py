@@ -69,15 +69,13 @@ def body_to(to: Endpoint, job: Job, *, asks_ids: bool) -> bytes:
     if parsed.usual and not (parsed.stream or job.salt or tenant.priority):
         return job.exchange.request.body
     added = additions(to, job)
-    if parsed.stream:
-        if asks_ids:
-            added["return_token_ids"] = True
-        if not parsed.include_usage:
-            options = None if parsed.usual else parsed.fields.get("stream_options")
-            added["stream_options"] = {**(options or {}), "include_usage": True}
-    if parsed.usual:
-        return _appended(job.exchange.request.body, added)
+    if parsed.stream and asks_ids:
+        added["return_token_ids"] = True
+    if parsed.usual and (body := _with_usage(parsed, added)):
+        return _appended(body, added)
     fields = parsed.fields
+    if parsed.stream and not parsed.include_usage:
+        added["stream_options"] = {**(fields.get("stream_options") or {}), "include_usage": True}
     if not dropped(parsed, added) and added.keys().isdisjoint(fields):
         return _appended(job.exchange.request.body, added) if fields else _encode(added)
     return _encode({**kept(parsed), **added})
@@ -122,6 +120,23 @@ def dropped(parsed: Parsed, added: Mapping[str, Any]) -> bool:
     return ("cache_salt" in fields and "cache_salt" not in added) or ("priority" in fields and "priority" not in added)
 
 
+def _with_usage(parsed: Parsed, added: dict[str, Any]) -> bytes:
+    """A usual body that asks for the usage where it is streamed, perhaps by what is added; b'' if it has to be written
+    anew. In a string the name would have a backslash before its last quote."""
+    body = parsed.body
+    if not parsed.stream or parsed.include_usage:
+        return body
+    if _OPTIONS not in body:
+        added["stream_options"] = {"include_usage": True}
+        return body
+    for told, asked in _USAGE:
+        if told in body:
+            return body.replace(told, asked, 1)
+    return b""
+
+
+_OPTIONS = b'"stream_options"'
+_USAGE = [(b'"include_usage":%bfalse' % it, b'"include_usage":%btrue' % it) for it in (b"", b" ")]
 _OURS = INTERNAL | {"cache_salt", "priority"}
 _OF_ANSWERS = frozenset({
     "stream_options", "min_tokens", "n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids",

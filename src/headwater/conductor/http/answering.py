@@ -13,9 +13,6 @@ from headwater.conductor.http.answers import bodiless
 from headwater.conductor.http.exchange import Headers, Listener, Request
 from headwater.conductor.http.sockets import socket_of
 
-JOIN_BYTES = 64 << 10
-"""Larger pieces are not copied to be written together."""
-
 
 class Wire(Protocol):
     """The connection, as its answer sees it."""
@@ -48,6 +45,8 @@ class Answer(msgspec.Struct, eq=False):
     _gone: bool = False
     _chunked: bool = False
     _bodiless: bool = False
+    _head: bytes = b""
+    """Of an answer that was begun: it is sent with the first of its body."""
 
     def watch(self, listener: Listener | None) -> None:
         """See `Exchange`. A listener that comes while the client reads slowly is told so at once."""
@@ -83,21 +82,17 @@ class Answer(msgspec.Struct, eq=False):
         self._chunked = not self._bodiless and self._connection.chunks
         if self._chunked:
             lines += b"transfer-encoding: chunked\r\n"
-        head = self._connection.head(status, headers, lines)
+        self._head = self._connection.head(status, headers, lines)
         self.started = True
-        self._connection.transport.write(head)
 
     def send(self, data: bytes) -> None:
         """See `Exchange`."""
         if self.closed or not self.started or self._bodiless or not data:
             return
-        transport = self._connection.transport
-        if not self._chunked:
-            transport.write(data)
-        elif len(data) <= JOIN_BYTES:
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        else:
-            transport.writelines((b"%x\r\n" % len(data), data, b"\r\n"))
+        head, self._head = self._head, b""
+        if self._chunked:
+            head, data = b"%b%x\r\n" % (head, len(data)), data + b"\r\n"
+        self._connection.writer.write(head, data)
 
     def channel(self) -> tuple[Transport, int] | None:
         """See `Exchange`."""
@@ -112,8 +107,9 @@ class Answer(msgspec.Struct, eq=False):
             return
         self.closed = True
         self._listener = None
-        if self._chunked:
-            self._connection.transport.write(b"0\r\n\r\n")
+        head, self._head = self._head, b""
+        if head or self._chunked:
+            self._connection.writer.write(head, b"0\r\n\r\n" if self._chunked else b"")
         self._connection.answered()
 
     def abort(self) -> None:

@@ -78,7 +78,7 @@ class Exchange(Protocol):
         Connection are the server's business."""
 
     def start(self, status: int, headers: Headers, lines: bytes = b"") -> None:
-        """Begin an answer whose length is not known."""
+        """Begin an answer whose length is not known: its head is sent with the first of its body."""
 
     def send(self, data: bytes) -> None:
         """More of its body."""
