@@ -81,7 +81,7 @@ class Asking:
         )
         if lenses and self._needs_held:
             job.held = self._sight.held(parsed.model, lenses)
-        return Flight(name, job, job.ask, sent, refused)
+        return Flight(name, job, job.ask, sent, refused, job.ask)
 
     def held(self, job: Job) -> Held:
         """Who holds what of it now."""

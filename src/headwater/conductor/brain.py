@@ -26,7 +26,7 @@ from headwater.conductor.asking import Asking
 from headwater.conductor.choosing import Choosing
 from headwater.conductor.counts import Counts
 from headwater.conductor.deciding import Deciding
-from headwater.conductor.explaining import Explained, Record
+from headwater.conductor.explaining import Explained, record_of
 from headwater.conductor.flight import Flight
 from headwater.conductor.handoff import HandOff
 from headwater.conductor.job import How, Job, Phase, Refusal, Refused, Sent
@@ -120,7 +120,7 @@ class FleetBrain:
             return
         flight = self._asking.flight(job, sent, refused)
         counted = job.tokenised.how if job.tokenised is not None else How.NONE
-        flight.record = Record(job.id, flight.ask, counted, job.arrived_s)
+        flight.record = record_of(job.id, flight.ask, counted, job.arrived_s)
         self.explanations.begin(flight.record)
         self._deciding.take(flight)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import msgspec
+
 from headwater.conductor.alike import PATIENCE, Alike
 from headwater.conductor.asking import coarsest
 from headwater.conductor.earning import Earning, Health
@@ -23,15 +25,15 @@ from headwater.ports import RoutingPolicy
 from headwater.types import Tier
 
 
-class Chosen:
-    """A choice, None if nobody can serve it; who was hidden; whether others who compute the same decided it; whether
-    two would have been one too many; what our policy weighed, if that is everything."""
+class Chosen(msgspec.Struct, eq=False):
+    """A choice, None if nobody can serve it; who was hidden; what our policy weighed, if that is everything; whether
+    others who compute the same decided it; whether two would have been one too many."""
 
-    __slots__ = ("choice", "gathered", "hidden", "needless", "weighed")
-
-    def __init__(self, choice: Choice | None, hidden: Collection[int], weighed: Sequence[Row] | None) -> None:
-        self.choice, self.hidden, self.weighed = choice, hidden, weighed
-        self.gathered = self.needless = False
+    choice: Choice | None
+    hidden: Collection[int]
+    weighed: Sequence[Row] | None
+    gathered: bool = False
+    needless: bool = False
 
 
 def _nobody() -> float:

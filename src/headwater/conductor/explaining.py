@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from headwater.conductor.registry import Roster
 from headwater.core.admission import Verdict
 from headwater.core.routing import Headwater, Row, Weighed, can_prefill, choice_of
@@ -26,71 +28,64 @@ Seen = tuple[int, EngineTimes, int, Role, int | None, bool, bool, int, int, int,
 """An instance's number, times, capacity, role, node, alive, draining, its four loads, how late they were."""
 
 
-class Try:
+class Try(msgspec.Struct, eq=False):
     """One choice, and all that it was made of."""
 
-    __slots__ = (
-        "choice",
-        "gathered",
-        "held",
-        "instances",
-        "left_out",
-        "links",
-        "lost",
-        "names",
-        "needless",
-        "now",
-        "output_tokens",
-        "policy",
-        "prefill_lost",
-        "verdict",
-        "waited_s",
-        "weighed",
-    )
-
-    def __init__(self, choice: Choice, verdict: Verdict | None, waited_s: float) -> None:
-        self.choice, self.verdict, self.waited_s = choice, verdict, waited_s
-        self.names: Mapping[int, str] = {}
-        self.weighed: Sequence[Row] | None = None
-        """What the policy weighed, where that is all; the rest but the choice is not needed then."""
-        self.output_tokens = 0
-        self.instances: Sequence[Seen] = ()
-        self.left_out = 0
-        self.gathered = False
-        """Whether it was not the policy's best, but where others compute the same."""
-        self.needless = False
-        """Whether the decode instance of a pair would have found nothing of what the other computes."""
-        self.held: Held = {}
-        self.links: Sequence[tuple[Place, int, float, float, int]] = ()
-        self.policy: Headwater | None = None
-        self.now = 0.0
-        self.lost = ""
-        """Why it had to be tried again."""
-        self.prefill_lost = ""
-        """Why the prefill instance of a pair did not compute it."""
+    choice: Choice
+    verdict: Verdict | None
+    waited_s: float
+    names: Mapping[int, str] = msgspec.field(default_factory=dict)
+    weighed: Sequence[Row] | None = None
+    """What the policy weighed, where that is all; the rest but the choice is not needed then."""
+    output_tokens: int = 0
+    instances: Sequence[Seen] = ()
+    left_out: int = 0
+    gathered: bool = False
+    """Whether it was not the policy's best, but where others compute the same."""
+    needless: bool = False
+    """Whether the decode instance of a pair would have found nothing of what the other computes."""
+    held: Held = msgspec.field(default_factory=dict)
+    links: Sequence[tuple[Place, int, float, float, int]] = ()
+    policy: Headwater | None = None
+    now: float = 0.0
+    lost: str = ""
+    """Why it had to be tried again."""
+    prefill_lost: str = ""
+    """Why the prefill instance of a pair did not compute it."""
 
 
-class Record:
+class Record(msgspec.Struct, eq=False):
     """One request. Times are of the loop's clock."""
 
-    __slots__ = (
-        "answered_tokens", "arrived_s", "block_tokens", "cached_tokens", "computed_s", "counted", "ended_s", "first_s",
-        "found_tokens", "kv_bytes", "model", "outcome", "output_tokens", "priority", "request", "routed_s", "slos",
-        "tenant", "tokens", "tries",
-    )  # fmt: skip
+    request: str
+    model: str
+    tenant: str
+    counted: str
+    """How its tokens were found."""
+    tokens: int
+    output_tokens: int
+    block_tokens: int
+    priority: int
+    slos: tuple[float | None, float | None]
+    arrived_s: float
+    kv_bytes: int = 0
+    tries: list[Try] = msgspec.field(default_factory=list)
+    outcome: str = "waiting"
+    routed_s: float = 0.0
+    computed_s: float = 0.0
+    first_s: float = 0.0
+    ended_s: float = 0.0
+    answered_tokens: int = 0
+    cached_tokens: int | None = None
+    found_tokens: int | None = None
 
-    def __init__(self, request: str, ask: Ask, counted: str, arrived_s: float) -> None:
-        """`counted` says how its tokens were found."""
-        self.request, self.model, self.tenant, self.counted = request, ask.model, ask.tenant, counted
-        self.tokens, self.output_tokens, self.block_tokens = ask.tokens, ask.output_tokens, ask.block_tokens
-        self.priority, self.slos, self.arrived_s = ask.priority, (ask.ttft_slo_s, ask.tpot_slo_s), arrived_s
-        self.kv_bytes = 0
-        self.tries: list[Try] = []
-        self.outcome = "waiting"
-        self.routed_s = self.computed_s = self.first_s = self.ended_s = 0.0
-        self.answered_tokens = 0
-        self.cached_tokens: int | None = None
-        self.found_tokens: int | None = None
+
+def record_of(request: str, ask: Ask, counted: str, arrived_s: float) -> Record:
+    """Of a request that has come."""
+    return Record(
+        request, ask.model, ask.tenant, counted, ask.tokens, ask.output_tokens, ask.block_tokens, ask.priority,
+        (ask.ttft_slo_s, ask.tpot_slo_s), arrived_s,
+    )  # fmt: skip
 
 
 class Explained:
