@@ -30,6 +30,7 @@ setup(
         kernel("_events"),
         kernel("_messages"),
         kernel("_keys"),
+        kernel("_expected"),
         # A product fused into a sum rounds once, not twice: other bits than the fallback's.
         kernel("_codec", "_planes.h", "_quant.h", flags=["-ffp-contract=off"]),
     ],

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -169,6 +172,18 @@ headwater_conductor_tokenising_seconds_count{how="local"} 3
 headwater_conductor_tokenising_seconds_count{how="known"} 1
 headwater_conductor_tokenising_seconds_created 17
 """
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_who_asks_and_who_is_asked_have_no_core_in_common() -> None:
+    with ExitStack() as stack:
+        ones, others = (stack.enter_context(subprocess.Popen(["sleep", "60"])) for _ in range(2))
+        stack.callback(ones.kill)
+        stack.callback(others.kill)
+        before = os.sched_getaffinity(0)
+        proxy_latency.keep_apart([ones.pid], [others.pid])
+        first, second = os.sched_getaffinity(ones.pid), os.sched_getaffinity(others.pid)
+        assert first | second == before == os.sched_getaffinity(0) and not first & second and first and second
 
 
 def test_a_histogram_is_summed_over_its_labels() -> None:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headwater._kernels.events import Writer
 from headwater.conductor import bodies
 from headwater.conductor.counts import Counts
 from headwater.conductor.http.exchange import Headers, Listener, Origin, Request
@@ -90,8 +91,8 @@ class Client:
             self.size_bytes += len(data)
             self.changed.set()
 
-    def channel(self) -> tuple[Channel, int]:
-        return Channel(self), -1
+    def channel(self) -> Writer:
+        return Writer(Channel(self), -1)
 
     def end(self) -> None:
         self.closed = True

@@ -181,6 +181,6 @@ def test_what_is_usual_is_read_as_all_else_is(seed: int) -> None:
         assert quickly.usual and not with_care.usual
         assert quickly.fields == with_care.fields == json.loads(request.body)
         assert list(quickly.ids or ()) == list(with_care.ids or ()), request.body
-        quickly.ids, quickly.body = with_care.ids, b""
+        quickly.ids, quickly.body, quickly.usual = with_care.ids, b"", False
         assert quickly == with_care, request.body
     assert min(usual.values()) > BODIES // 200, usual

@@ -84,6 +84,31 @@ def test_own_loads_are_the_sum_of_what_is_under_way(steps: list[tuple[str, int, 
             assert book.publish().totals.get(number, Totals()) == expected
 
 
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from("rrpxf"), st.integers(0, 4), st.integers(0, 4)), max_size=60))
+def test_what_was_ours_at_a_moment_is_without_all_that_came_later(steps: list[tuple[str, int, int]]) -> None:
+    """Changes are not kept in the order in which they reach an engine: what is routed takes a while, what ends none."""
+    book, now = LoadBook("a", flight_s=0.1, history_s=1.0), 0.0
+    for what, which, wait in steps:
+        now += wait * 0.03
+        name = f"r{which}"
+        if what == "r":
+            book.routed(ask_of(1000, name), prefer(0), now)
+        elif what == "p":
+            book.prefilled(name, now)
+        elif what == "x":
+            book.progressed(name, 100 * wait, wait, now)
+        else:
+            book.finished(name, now)
+        for ago in range(-4, 20):
+            then = now - ago * 0.03
+            wanted = book.own(0)
+            for when, *change in book._accounts[0].changes if 0 in book._accounts else ():
+                if when > then:
+                    wanted = wanted.plus(Totals(*change), -1)
+            assert book.own_at(0, then) == wanted
+
+
 # ---- other Conductors
 
 

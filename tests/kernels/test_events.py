@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from headwater._kernels import events
-from headwater._kernels.events import RAW_MAX, REPORTED, PlainReceiver, PlainTokenEvents, Receiver, TokenEvents
+from headwater._kernels.events import (
+    RAW_MAX,
+    REPORTED,
+    PlainReceiver,
+    PlainTokenEvents,
+    PlainWriter,
+    Receiver,
+    TokenEvents,
+    Writer,
+)
 
 NATIVE = pytest.param(TokenEvents, id="c", marks=pytest.mark.skipif(not events.NATIVE, reason="built without C"))
 BOTH = pytest.mark.parametrize("kind", [NATIVE, pytest.param(PlainTokenEvents, id="plain")])
@@ -41,6 +50,9 @@ class Wire:
         return self.unsent
 
 
+WRITERS: dict[type, type] = {TokenEvents: Writer, PlainTokenEvents: PlainWriter}
+
+
 class Rig:
     """One stream: what is written, and what is counted."""
 
@@ -49,7 +61,7 @@ class Rig:
         self.written: list[bytes] = []
         self.run = kind(self.job, strips=strips, keep_bytes=keep_bytes)
         if begun:
-            self.run.begin(Wire(self.written.append), -1)
+            self.run.begin(WRITERS[kind](Wire(self.written.append), -1))
 
     def state(self) -> tuple[object, ...]:
         run = self.run
@@ -200,7 +212,7 @@ def test_an_error_of_the_writer_is_its_callers(kind: type) -> None:
         raise OSError("no such socket")
 
     rig = Rig(kind, begun=False)
-    rig.run.begin(Wire(broken), -1)
+    rig.run.begin(WRITERS[kind](Wire(broken), -1))
     with pytest.raises(OSError, match="no such socket"):
         rig.run.feed(chunk(event()))
 
@@ -229,7 +241,7 @@ def test_it_is_gone_when_nobody_has_it(kind: type) -> None:
     def circle() -> Callable[[], object]:
         held = Held()
         held.run = kind(held, strips=True, keep_bytes=100)
-        held.run.begin(Wire(held.write), -1)
+        held.run.begin(WRITERS[kind](Wire(held.write), -1))
         return weakref.ref(held)
 
     seen = circle()
@@ -249,7 +261,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 @pytest.mark.skipif(not events.NATIVE, reason="built without C")
 def test_a_socket_that_has_room_is_written_to(pair: tuple[socket.socket, socket.socket]) -> None:
     rig, (ours, clients) = Rig(TokenEvents, begun=False, strips=False), pair
-    rig.run.begin(Wire(rig.written.append), ours.fileno())
+    rig.run.begin(Writer(Wire(rig.written.append), ours.fileno()))
     assert rig.run.feed(chunk(event())) == 1
     assert clients.recv(1000) == chunk(event())
     assert rig.written == []
@@ -258,7 +270,7 @@ def test_a_socket_that_has_room_is_written_to(pair: tuple[socket.socket, socket.
 @pytest.mark.skipif(not events.NATIVE, reason="built without C")
 def test_what_a_socket_does_not_take_goes_by_the_transport(pair: tuple[socket.socket, socket.socket]) -> None:
     rig, (ours, clients) = Rig(TokenEvents, begun=False, strips=False), pair
-    rig.run.begin(Wire(rig.written.append), ours.fileno())
+    rig.run.begin(Writer(Wire(rig.written.append), ours.fileno()))
     count = 0
     while not rig.written:
         rig.run.feed(chunk(event(more="x" * 9000)))
@@ -274,7 +286,7 @@ def test_what_a_socket_does_not_take_goes_by_the_transport(pair: tuple[socket.so
 def test_nothing_overtakes_what_waits(pair: tuple[socket.socket, socket.socket], what: str) -> None:
     rig, (ours, _) = Rig(TokenEvents, begun=False, strips=False), pair
     wire = Wire(rig.written.append)
-    rig.run.begin(wire, ours.fileno())
+    rig.run.begin(Writer(wire, ours.fileno()))
     setattr(wire, what, 1)
     rig.run.feed(chunk(event()))
     assert rig.written == [chunk(event())]
@@ -284,7 +296,7 @@ def test_nothing_overtakes_what_waits(pair: tuple[socket.socket, socket.socket],
 def test_it_begins_once(kind: type) -> None:
     rig = Rig(kind)
     with pytest.raises(ValueError, match="begun"):
-        rig.run.begin(Wire(rig.written.append), -1)
+        rig.run.begin(WRITERS[kind](Wire(rig.written.append), -1))
 
 
 @pytest.mark.skipif(not events.NATIVE, reason="built without C")

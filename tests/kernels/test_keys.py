@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import random
 import threading
 from array import array
@@ -266,6 +268,22 @@ def test_texts_with_one_byte_changed(reader: Callable[..., object]) -> None:
             draw.choice(b"0123456789,,[] -.e") if draw.random() < 0.7 else draw.randrange(256)
         )
         assert reader(bytes(text), 100) == as_json_says(bytes(text)), bytes(text)
+
+
+def test_nothing_behind_a_text_is_read() -> None:
+    """Nobody may read the page behind this one."""
+    room, page = mmap.mmap(-1, 2 * mmap.PAGESIZE), mmap.PAGESIZE
+    begin = ctypes.c_char.from_buffer(room)
+    behind = ctypes.c_void_p(ctypes.addressof(begin) + page)
+    mprotect = ctypes.CDLL(None).mprotect
+    assert mprotect(behind, ctypes.c_size_t(page), 0) == 0
+    for text in (b"[1,23]", b"[1,23", b"[", b"[123456789"):
+        room[page - len(text) : page] = text
+        with memoryview(room) as whole, whole[page - len(text) : page] as view:
+            assert keys.read_ids(view, 9) == (array("I", [1, 23]) if text.endswith(b"]") else None)
+    del begin
+    assert mprotect(behind, ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE) == 0
+    room.close()
 
 
 @READERS

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from headwater._kernels import messages
-from headwater._kernels.messages import PlainWriter, Writer
+from headwater._kernels import events
+from headwater._kernels.events import PlainWriter, Writer
 
 Pair = tuple[socket.socket, socket.socket]
-native = pytest.mark.skipif(not messages.NATIVE, reason="built without C")
+native = pytest.mark.skipif(not events.NATIVE, reason="built without C")
 BOTH = pytest.mark.parametrize(
     "kind", [pytest.param(Writer, id="c", marks=native), pytest.param(PlainWriter, id="plain")]
 )

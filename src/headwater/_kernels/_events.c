@@ -17,6 +17,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 
 #define RAW_MAX (64 << 10)          /* more at once is no stream of single tokens */
 #define OUT_MAX (RAW_MAX + RAW_MAX / 4) /* `[]`, within at least 15 bytes of its member, becomes `null` */
@@ -28,10 +29,149 @@ static const char MEMBER[] = "token_ids\"", NONE[] = ":null";
 #define LENGTH(text) (sizeof(text) - 1)
 enum { CHOICE_RARE = 10, FINISH_RARE = 7, MEMBER_RARE = 5 }; /* their [ and _ */
 
+/* By them objects are told apart that come from Python; kept for good, as kernels are. */
+static PyTypeObject *writer_type, *events_type;
+
+/* ---- Writer ------------------------------------------------------------------------------------------------- */
+
 typedef struct {
     PyObject_HEAD
-    PyObject *job, *name, *write, *closing, *unsent; /* methods of the client's transport, NULL before `begin` */
-    int fd;                                          /* its socket; -1 if that is not to be written to */
+    PyObject *write, *closing, *unsent; /* methods of the transport */
+    int fd;                             /* its socket; -1 if that is not to be written to */
+} writer_t;
+
+/* A method's answer as a number; -1 with an exception. */
+static long asked(PyObject *method) {
+    PyObject *answer = PyObject_CallNoArgs(method);
+    long value = answer ? PyLong_AsLong(answer) : -1;
+    Py_XDECREF(answer);
+    return value;
+}
+
+/* What of it the socket takes at once, if nothing waits to be written before it. A socket is closed only after its
+ * protocol was told so, who writes nothing then: until then `fd` is no other's. -1 with an exception. */
+static Py_ssize_t sent_at_once(writer_t *it, const struct iovec pieces[2]) {
+    if (it->fd < 0)
+        return 0;
+    long held = asked(it->closing);
+    if (!held)
+        held = asked(it->unsent);
+    if (held)
+        return held < 0 && PyErr_Occurred() ? -1 : 0;
+    struct msghdr message = {.msg_iov = (struct iovec *)pieces, .msg_iovlen = pieces[1].iov_len ? 2 : 1};
+    ssize_t sent = sendmsg(it->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    return sent < 0 ? 0 : sent;
+}
+
+/* Write both pieces: what the socket does not take at once goes by the transport. False with an exception. */
+static bool put(writer_t *it, const struct iovec pieces[2]) {
+    Py_ssize_t sent = sent_at_once(it, pieces);
+    if (sent < 0)
+        return false;
+    size_t left = pieces[0].iov_len + pieces[1].iov_len - (size_t)sent;
+    if (!left)
+        return true;
+    PyObject *rest = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)left);
+    if (!rest)
+        return false;
+    char *to = PyBytes_AsString(rest);
+    for (int number = 0; number < 2; number++) {
+        size_t bytes = pieces[number].iov_len, skip = (size_t)sent < bytes ? (size_t)sent : bytes;
+        memcpy(to, (const char *)pieces[number].iov_base + skip, bytes - skip);
+        to += bytes - skip;
+        sent -= (Py_ssize_t)skip;
+    }
+    PyObject *written = PyObject_CallFunctionObjArgs(it->write, rest, NULL);
+    Py_DECREF(rest);
+    Py_XDECREF(written);
+    return written != NULL;
+}
+
+static PyObject *writer_write(writer_t *it, PyObject *args) {
+    PyObject *head, *body = NULL;
+    if (!PyArg_ParseTuple(args, "S|S:write", &head, &body))
+        return NULL;
+    struct iovec pieces[2] = {{PyBytes_AsString(head), (size_t)PyBytes_Size(head)}, {"", 0}};
+    if (body)
+        pieces[1] = (struct iovec){PyBytes_AsString(body), (size_t)PyBytes_Size(body)};
+    if (!put(it, pieces))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *transport;
+    int fd;
+    if (kwargs && PyDict_Size(kwargs))
+        return PyErr_Format(PyExc_TypeError, "Writer takes a transport and a descriptor");
+    if (!PyArg_ParseTuple(args, "Oi:Writer", &transport, &fd))
+        return NULL;
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    writer_t *it = (writer_t *)alloc(type, 0);
+    if (!it)
+        return NULL;
+    it->fd = fd;
+    it->write = PyObject_GetAttrString(transport, "write");
+    it->closing = PyObject_GetAttrString(transport, "is_closing");
+    it->unsent = PyObject_GetAttrString(transport, "get_write_buffer_size");
+    if (!it->write || !it->closing || !it->unsent) {
+        Py_DECREF(it);
+        return NULL;
+    }
+    return (PyObject *)it;
+}
+
+static int writer_traverse(writer_t *it, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)it));
+    Py_VISIT(it->write);
+    Py_VISIT(it->closing);
+    Py_VISIT(it->unsent);
+    return 0;
+}
+
+static int writer_clear(writer_t *it) {
+    Py_CLEAR(it->write);
+    Py_CLEAR(it->closing);
+    Py_CLEAR(it->unsent);
+    return 0;
+}
+
+static void writer_release(writer_t *it) {
+    PyTypeObject *type = Py_TYPE((PyObject *)it);
+    PyObject_GC_UnTrack(it);
+    writer_clear(it);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(it);
+    Py_DECREF(type);
+}
+
+static PyMethodDef WRITER_METHODS[] = {
+    {"write", (PyCFunction)writer_write, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot WRITER[] = {
+    {Py_tp_doc, "See headwater._kernels.events, whose contract it keeps."},
+    {Py_tp_new, writer_new},
+    {Py_tp_dealloc, writer_release},
+    {Py_tp_traverse, writer_traverse},
+    {Py_tp_clear, writer_clear},
+    {Py_tp_methods, WRITER_METHODS},
+    {0, NULL},
+};
+
+static PyType_Spec WRITER_SPEC = {
+    .name = "headwater._kernels._events.Writer",
+    .basicsize = sizeof(writer_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = WRITER,
+};
+
+/* ---- TokenEvents -------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *job, *name;
+    writer_t *writer; /* to the client; NULL before `begin` */
     char *kept;
     size_t kept_bytes, room_bytes, limit_bytes;
     long long unreported;
@@ -190,38 +330,6 @@ static bool count(events_t *it, long long tokens) {
     return done;
 }
 
-/* A method's answer as a number; -1 with an exception. */
-static long asked(PyObject *method) {
-    PyObject *answer = PyObject_CallNoArgs(method);
-    long value = answer ? PyLong_AsLong(answer) : -1;
-    Py_XDECREF(answer);
-    return value;
-}
-
-/* Write to the client: at once where nothing waits to be written before it, else, or what is left, by the transport.
- * A socket is closed only after its protocol was told so, which ends this stream: until then `fd` is no other's. */
-static bool put(events_t *it, const char *at, size_t bytes) {
-    if (it->fd >= 0) {
-        long held = asked(it->closing);
-        if (!held)
-            held = asked(it->unsent);
-        if (held < 0 && PyErr_Occurred())
-            return false;
-        ssize_t sent = held ? 0 : send(it->fd, at, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
-        if (sent == (ssize_t)bytes)
-            return true;
-        if (sent > 0) {
-            at += sent;
-            bytes -= (size_t)sent;
-        }
-    }
-    PyObject *rest = PyBytes_FromStringAndSize(at, (Py_ssize_t)bytes);
-    PyObject *written = rest ? PyObject_CallFunctionObjArgs(it->write, rest, NULL) : NULL;
-    Py_XDECREF(rest);
-    Py_XDECREF(written);
-    return written != NULL;
-}
-
 /* ---- methods ------------------------------------------------------------------------------------------------ */
 
 /* What `feed` answers; -1 with an exception. */
@@ -230,7 +338,7 @@ static int feed(events_t *it, PyObject *raw) {
     Py_ssize_t raw_bytes;
     if (PyBytes_AsStringAndSize(raw, &at, &raw_bytes) < 0)
         return -1;
-    if (!raw_bytes || raw_bytes > RAW_MAX || !it->write)
+    if (!raw_bytes || raw_bytes > RAW_MAX || !it->writer)
         return 0;
     const char *here = at, *end = at + raw_bytes, *events;
     found_t found = {out + FRAME_MAX, 0, it->ends};
@@ -255,7 +363,7 @@ static int feed(events_t *it, PyObject *raw) {
     while (size >>= 4);
     *found.out++ = '\r';
     *found.out++ = '\n';
-    if (!put(it, start, (size_t)(found.out - start)))
+    if (!put(it->writer, (const struct iovec[2]){{start, (size_t)(found.out - start)}, {"", 0}}))
         return -1;
     return it->unreported < REPORTED ? 1 : 2;
 }
@@ -331,26 +439,13 @@ static PyObject *get_keeps(events_t *it, void *closure) {
     return PyBool_FromLong(it->keeps);
 }
 
-static PyObject *begin(events_t *it, PyObject *args) {
-    PyObject *transport, *write, *closing, *unsent;
-    int fd;
-    if (it->write)
+static PyObject *begin(events_t *it, PyObject *writer) {
+    if (it->writer)
         return PyErr_Format(PyExc_ValueError, "it has begun");
-    if (!PyArg_ParseTuple(args, "Oi:begin", &transport, &fd))
-        return NULL;
-    write = PyObject_GetAttrString(transport, "write");
-    closing = PyObject_GetAttrString(transport, "is_closing");
-    unsent = PyObject_GetAttrString(transport, "get_write_buffer_size");
-    if (!write || !closing || !unsent) {
-        Py_XDECREF(write);
-        Py_XDECREF(closing);
-        Py_XDECREF(unsent);
-        return NULL;
-    }
-    it->write = write;
-    it->closing = closing;
-    it->unsent = unsent;
-    it->fd = fd;
+    if (Py_TYPE(writer) != writer_type)
+        return PyErr_Format(PyExc_TypeError, "it begins with a Writer");
+    Py_INCREF(writer);
+    it->writer = (writer_t *)writer;
     Py_RETURN_NONE;
 }
 
@@ -380,17 +475,15 @@ static PyObject *new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
 static int traverse(events_t *it, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)it));
     Py_VISIT(it->job);
-    Py_VISIT(it->write);
-    Py_VISIT(it->closing);
-    Py_VISIT(it->unsent);
+    Py_VISIT((PyObject *)it->writer);
     return 0;
 }
 
 static int clear(events_t *it) {
+    PyObject *writer = (PyObject *)it->writer;
+    it->writer = NULL;
     Py_CLEAR(it->job);
-    Py_CLEAR(it->write);
-    Py_CLEAR(it->closing);
-    Py_CLEAR(it->unsent);
+    Py_XDECREF(writer);
     return 0;
 }
 
@@ -405,7 +498,7 @@ static void release(events_t *it) {
 }
 
 static PyMethodDef METHODS[] = {
-    {"begin", (PyCFunction)begin, METH_VARARGS, NULL},
+    {"begin", (PyCFunction)begin, METH_O, NULL},
     {"feed", (PyCFunction)feed_called, METH_O, NULL},
     {"take", (PyCFunction)take, METH_O, NULL},
     {"add", (PyCFunction)add, METH_VARARGS, NULL},
@@ -446,9 +539,6 @@ typedef struct {
     PyObject *quick, *received, *reported; /* who is asked first, NULL or None for nobody; names of methods */
     char heard;
 } receiver_t;
-
-/* What a `quick` is nearly always, and then is not called by way of Python; kept for good, as kernels are. */
-static PyTypeObject *events_type;
 
 static PyObject *data_received(receiver_t *it, PyObject *data) {
     PyObject *quick = it->quick;
@@ -536,16 +626,21 @@ static PyType_Spec RECEIVER_SPEC = {
     .slots = RECEIVER,
 };
 
-static int add_type(PyObject *module, const char *name, PyTypeObject *type) {
-    return type ? PyModule_AddObjectRef(module, name, (PyObject *)type) : -1;
+static PyTypeObject *added(PyObject *module, const char *name, PyType_Spec *spec) {
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type && PyModule_AddObjectRef(module, name, type) < 0)
+        Py_CLEAR(type);
+    return (PyTypeObject *)type;
 }
 
 static int load(PyObject *module) {
-    PyTypeObject *receiver = (PyTypeObject *)PyType_FromModuleAndSpec(module, &RECEIVER_SPEC, NULL);
-    events_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &SPEC, NULL);
-    int failed = add_type(module, "TokenEvents", events_type) < 0 || add_type(module, "Receiver", receiver) < 0;
-    Py_XDECREF((PyObject *)receiver);
-    return failed ? -1 : 0;
+    writer_type = added(module, "Writer", &WRITER_SPEC);
+    events_type = writer_type ? added(module, "TokenEvents", &SPEC) : NULL;
+    PyTypeObject *receiver = events_type ? added(module, "Receiver", &RECEIVER_SPEC) : NULL;
+    if (!receiver)
+        return -1;
+    Py_DECREF((PyObject *)receiver);
+    return 0;
 }
 
 static PyModuleDef_Slot SLOTS[] = {

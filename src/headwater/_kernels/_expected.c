@@ -55,10 +55,9 @@ static inline uint32_t find(const expected_t *self, const name_t *name) {
     return at;
 }
 
-/* Have what `find` will look at come into the processor's caches: all at once, where one after another costs waiting. */
+/* Have what `find` will look at come into the processor's caches: all at once, where one after another costs waiting.
+ * Only where there are buckets. */
 __attribute__((always_inline)) static inline void prefetch(const expected_t *self, const name_t *names, size_t count) {
-    if (!self->bits)
-        return;
     for (size_t i = 0; i < count; i++)
         __builtin_prefetch(bucket(self, &names[i]));
     for (size_t i = 0; i < count; i++) {

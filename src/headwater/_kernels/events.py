@@ -1,13 +1,16 @@
 """The events of a stream that bring tokens, from an instance's connection to the client's: in C where that was built.
 
+Writer(transport, fd).write(head, body=b"")
+    Writes both, at once and to the socket `fd` as far as that takes it and nothing waits before it, else by the
+    transport. The socket lives until the transport's protocol is told of its end, and nothing is written after that.
+    -1: only by the transport.
+
 TokenEvents(job, *, strips, keep_bytes)
     `job.answered_tokens` grows by the tokens that come. `strips`: token ids are taken out of what is sent.
     `keep_bytes`: so much of the events is kept at most, for whoever would have to go on with the stream; beyond it all
     that was kept is dropped, and `keeps` is false.
-begin(transport, fd)
-    From now on, once, `feed` may write to the client: to its socket where that takes it at once and nothing waits
-    before it, else by the transport. `fd` is the socket, which lives until the transport's protocol is told of its
-    end; -1: only by the transport.
+begin(writer)
+    From now on, once, `feed` may write to the client by this Writer.
 feed(raw) -> 0, 1 or 2; so does a call of it
     Takes what came from an instance if that is whole HTTP chunks (no extensions) of whole events (their lines end with
     LF) which all bring tokens: they are written on, as one chunk. 0: it is something else, and nothing was done.
@@ -34,8 +37,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 __all__ = [
-    "NATIVE", "RAW_MAX", "REPORTED", "Counted", "PlainReceiver", "PlainTokenEvents", "Receiver", "TokenEvents",
-    "Transport",
+    "NATIVE", "RAW_MAX", "REPORTED", "Counted", "PlainReceiver", "PlainTokenEvents", "PlainWriter", "Receiver",
+    "TokenEvents", "Transport", "Writer",
 ]  # fmt: skip
 
 RAW_MAX = 64 << 10
@@ -65,6 +68,19 @@ class Transport(Protocol):
         """See asyncio."""
 
 
+class PlainWriter:
+    """The same without C: all goes by the transport."""
+
+    __slots__ = ("_transport",)
+
+    def __init__(self, transport: Transport, fd: int) -> None:
+        self._transport = transport
+
+    def write(self, head: bytes, body: bytes = b"", /) -> None:
+        """See above."""
+        self._transport.write(head + body)
+
+
 class PlainTokenEvents:
     """The same without C."""
 
@@ -74,29 +90,29 @@ class PlainTokenEvents:
         "_kept_bytes",
         "_limit_bytes",
         "_strips",
-        "_transport",
         "_unreported",
+        "_writer",
         "ends",
         "keeps",
     )
 
     def __init__(self, job: Counted, *, strips: bool, keep_bytes: int) -> None:
         self._job, self._strips, self._limit_bytes = job, strips, keep_bytes
-        self._transport: Transport | None = None
+        self._writer: PlainWriter | None = None
         self._kept: list[bytes] = []
         self._kept_bytes = self._unreported = 0
         self.keeps = keep_bytes > 0
         self.ends = False
 
-    def begin(self, transport: Transport, fd: int) -> None:
-        """See above; here all goes by the transport."""
-        if self._transport is not None:
+    def begin(self, writer: PlainWriter) -> None:
+        """See above."""
+        if self._writer is not None:
             raise ValueError("it has begun")
-        self._transport = transport
+        self._writer = writer
 
     def feed(self, raw: bytes) -> int:
         """See above."""
-        if not raw or len(raw) > RAW_MAX or self._transport is None:
+        if not raw or len(raw) > RAW_MAX or self._writer is None:
             return 0
         out: list[bytes] = []
         payloads: list[bytes] = []
@@ -126,7 +142,7 @@ class PlainTokenEvents:
         self.ends = ends
         self._count(tokens)
         body = b"".join(out)
-        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self._writer.write(b"%x\r\n%b\r\n" % (len(body), body))
         return 1 if self._unreported < REPORTED else 2
 
     __call__ = feed
@@ -209,10 +225,11 @@ class PlainReceiver:
 
 
 try:
-    from headwater._kernels._events import Receiver, TokenEvents
+    from headwater._kernels._events import Receiver, TokenEvents, Writer
 except ImportError:  # installed without a compiler
     NATIVE = False
     Receiver = PlainReceiver  # type: ignore[assignment, misc]
     TokenEvents = PlainTokenEvents  # type: ignore[assignment, misc]
+    Writer = PlainWriter  # type: ignore[assignment, misc]
 else:
     NATIVE = True

@@ -1,23 +1,16 @@
-"""HTTP messages that came whole, in one piece: nearly all that are not streamed; and how they are written. In C where
-that was built.
+"""HTTP messages that came whole, in one piece: nearly all that are not streamed. In C where that was built.
 
 find(heads, data, head_bytes, lines) -> (what `heads` has for the head without its Content-Length line, body), or None
     If `data` is one message: a head of up to KEY_MAX and `head_bytes` bytes with its empty line, in which up to `lines`
     lines end, one that states the length of the body as most write it, and just that body. None: anything else, which
     then is read with care, or a head that `heads` does not have. What the head says is not looked at.
-Writer(transport, fd).write(head, body=b"")
-    Writes both, at once and to the socket `fd` as far as that takes it and nothing waits before it, else by the
-    transport. The socket lives until the transport's protocol is told of its end, and nothing is written after that.
-    -1: only by the transport.
 """
 
 from __future__ import annotations
 
 from typing import TypeVar
 
-from headwater._kernels.events import Transport
-
-__all__ = ["KEY_MAX", "NATIVE", "PlainWriter", "Writer", "find", "find_plain"]
+__all__ = ["KEY_MAX", "NATIVE", "find", "find_plain"]
 
 KEY_MAX = 2048
 
@@ -51,24 +44,10 @@ def find_plain(heads: dict[bytes, Head], data: bytes, head_bytes: int, lines: in
     return None if head is None else (head, body)
 
 
-class PlainWriter:
-    """The same without C: all goes by the transport."""
-
-    __slots__ = ("_transport",)
-
-    def __init__(self, transport: Transport, fd: int) -> None:
-        self._transport = transport
-
-    def write(self, head: bytes, body: bytes = b"", /) -> None:
-        """See above."""
-        self._transport.write(head + body)
-
-
 try:
-    from headwater._kernels._messages import Writer, find
+    from headwater._kernels._messages import find
 except ImportError:  # installed without a compiler
     NATIVE = False
     find = find_plain
-    Writer = PlainWriter  # type: ignore[assignment, misc]
 else:
     NATIVE = True

@@ -156,7 +156,7 @@ class App:
             self._route(job, known)
         else:
             exchange.watch(_Early(self, job))
-            self._tokens.find(parsed, partial(self._found, job), salt)
+            self._tokens.find(parsed, partial(self._found, job))
 
     def _found(self, job: Job, tokenised: Tokenised) -> None:
         """Its tokens are known by now, unless the client has left."""
@@ -212,7 +212,7 @@ class App:
                 there = ", ".join(names) or "none"
                 raise BadRequest(f"there is no such model; there are: {there}", "model", 404, "model_not_found")
             parsed.model = names[0]
-        if not parsed.usual and bodies.has_template(parsed) and not self._takes_templates(parsed.model):
+        if parsed.kind is Kind.CHAT and bodies.has_template(parsed) and not self._takes_templates(parsed.model):
             raise BadRequest(f"expected none: no instance here is started with {TEMPLATES}", "chat_template")
         return parsed
 

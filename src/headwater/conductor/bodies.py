@@ -140,7 +140,7 @@ def read_usual(request: Request, limits: Limits) -> Parsed | None:
     session = read_session(request, _NOTHING) if SESSION in request.named else ""
     return Parsed(
         Kind.COMPLETION, None, found.model, found.stream, 1, ids, text, "", 0, found.max_tokens, session, False, usage,
-        body=body,
+        usual=True, body=body,
     )  # fmt: skip
 
 
@@ -233,9 +233,7 @@ def read_chat(parsed: Parsed, limits: Limits) -> None:
 
 
 def has_template(parsed: Parsed) -> bool:
-    """Whether a client brings a chat template, a program that engines run, by either way that they take it."""
-    if parsed.kind is not Kind.CHAT:
-        return False
+    """Whether a chat brings its own template, a program that engines run, by either way that they take it."""
     more = parsed.fields.get("chat_template_kwargs") or {}
     return parsed.fields.get("chat_template") is not None or more.get("chat_template") is not None
 

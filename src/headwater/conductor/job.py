@@ -40,7 +40,7 @@ class Parsed(msgspec.Struct):
 
     kind: Kind
     known: dict[str, Any] | None
-    """All of it, if it was taken apart; see `fields`."""
+    """All of it, once it was taken apart; see `fields`."""
     model: str
     stream: bool = False
     n: int = 1
@@ -58,13 +58,12 @@ class Parsed(msgspec.Struct):
     include_usage: bool = False
     wants_ids: bool = False
     """The client itself asked for `return_token_ids`."""
+    usual: bool = False
+    """It has none but usual fields (`bodies.Usual`): a prompt, and how to sample."""
     body: bytes = b""
-    """What `fields` are read from where they are not known yet."""
-
-    @property
-    def usual(self) -> bool:
-        """It was not taken apart yet, as it has none but usual fields (`bodies.Usual`): a prompt and how to sample."""
-        return self.known is None
+    """Of a usual one: what `fields` are read from."""
+    digest: bytes = b""
+    """Of all that its ids depend on; whoever looks for them makes it."""
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -188,7 +188,19 @@ class Stream:
 
     whole = None
 
-    __slots__ = ("_answering", "_body", "_done", "_events", "_held", "_job", "_obstacle", "_owner", "_run", "_strips")
+    __slots__ = (
+        "_answering",
+        "_body",
+        "_done",
+        "_events",
+        "_held",
+        "_job",
+        "_obstacle",
+        "_owner",
+        "_run",
+        "_strips",
+        "_wired",
+    )
 
     def __init__(self, owner: Owner, obstacle: str) -> None:
         """`obstacle`: why it could not be moved; '' if it can, and then its ids were asked for."""
@@ -199,7 +211,7 @@ class Stream:
         keep_bytes = 0 if obstacle else owner.limits.replay_bytes
         self._run = TokenEvents(owner.job, strips=self._strips, keep_bytes=keep_bytes)
         self._held: list[bytes] = []
-        self._answering = self._done = False
+        self._answering = self._wired = self._done = False
 
     @property
     def quick(self) -> Quick | None:
@@ -248,7 +260,16 @@ class Stream:
         elif self._done:
             self._owner.finished()
         else:
+            if self._answering and not self._wired:
+                self._wire()
             self._report()
+
+    def _wire(self) -> None:
+        """What comes next may go to the client's connection by itself."""
+        self._wired = True
+        channel = self._owner.exchange.channel()
+        if channel is not None:
+            self._run.begin(channel)
 
     def _report(self) -> None:
         """The brain hears of an answer's progress now and then."""
@@ -298,9 +319,6 @@ class Stream:
     def _open(self) -> bytes:
         self._answering = True
         self._owner.begin()
-        channel = self._owner.exchange.channel()
-        if channel is not None:
-            self._run.begin(*channel)
         held = b"".join(self._held)
         self._held.clear()
         return held

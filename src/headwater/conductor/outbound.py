@@ -67,12 +67,19 @@ def body_to(to: Endpoint, job: Job, *, asks_ids: bool) -> bytes:
     """The request's body for this instance. `asks_ids`: the stream may have to move, so its ids are asked for."""
     parsed, tenant = job.parsed, job.tenant
     if parsed.usual and not (parsed.stream or job.salt or tenant.priority):
-        return job.exchange.request.body
+        return parsed.body
     added = additions(to, job)
     if parsed.stream and asks_ids:
         added["return_token_ids"] = True
-    if parsed.usual and (body := _with_usage(parsed, added)):
-        return _appended(body, added)
+    if parsed.usual:
+        body = parsed.body
+        if parsed.stream and not parsed.include_usage:
+            if _OPTIONS in body:
+                body = _asking_for_usage(body)
+            else:
+                added["stream_options"] = _USAGE
+        if body:
+            return _appended(body, added)
     fields = parsed.fields
     if parsed.stream and not parsed.include_usage:
         added["stream_options"] = {**(fields.get("stream_options") or {}), "include_usage": True}
@@ -120,23 +127,21 @@ def dropped(parsed: Parsed, added: Mapping[str, Any]) -> bool:
     return ("cache_salt" in fields and "cache_salt" not in added) or ("priority" in fields and "priority" not in added)
 
 
-def _with_usage(parsed: Parsed, added: dict[str, Any]) -> bytes:
-    """A usual body that asks for the usage where it is streamed, perhaps by what is added; b'' if it has to be written
-    anew. In a string the name would have a backslash before its last quote."""
-    body = parsed.body
-    if not parsed.stream or parsed.include_usage:
-        return body
-    if _OPTIONS not in body:
-        added["stream_options"] = {"include_usage": True}
-        return body
-    for told, asked in _USAGE:
-        if told in body:
-            return body.replace(told, asked, 1)
+def _asking_for_usage(body: bytes) -> bytes:
+    """A usual body that has stream options, with the usage asked for; b'' if it has to be written anew for that.
+
+    In a text the names would have a backslash before their last quotes; where one is there twice, the last one counts.
+    """
+    if body.count(_OPTIONS) == body.count(_ASKS) == 1:
+        for told, asked in _TOLD:
+            if told in body:
+                return body.replace(told, asked)
     return b""
 
 
-_OPTIONS = b'"stream_options"'
-_USAGE = [(b'"include_usage":%bfalse' % it, b'"include_usage":%btrue' % it) for it in (b"", b" ")]
+_USAGE = {"include_usage": True}
+_OPTIONS, _ASKS = b'"stream_options"', b'"include_usage"'
+_TOLD = [(b'"include_usage":%bfalse' % it, b'"include_usage":%btrue' % it) for it in (b"", b" ")]
 _OURS = INTERNAL | {"cache_salt", "priority"}
 _OF_ANSWERS = frozenset({
     "stream_options", "min_tokens", "n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids",

@@ -1,6 +1,6 @@
 """What the parts of a worker offer each other; one implementation each, and fakes in tests. All in the worker's loop.
 
-app      Handler.handle(exchange) for each request: tenants.enter -> bodies.read -> tokens.known -> brain.take
+app      Handler.handle(exchange) for each request: bodies.read -> tenants.enter -> tokens.known -> brain.take
 brain    take(job, sent, refused) calls one of the two, at once or later; then relay.start(job, target)
 relay    tells the brain: started, progressed, lost (-> another target), finished, always exactly once at the end
 """
@@ -53,8 +53,8 @@ class Tokens(Protocol):
         """A prompt's ids where they are known, or nobody can find them; None: `find` them. `salt` keeps apart who must
         not be answered faster for what another has sent."""
 
-    def find(self, parsed: Parsed, done: Callable[[Tokenised], None], salt: str = "") -> None:
-        """Find a prompt's ids off the loop; `done` is called in the loop, mostly later."""
+    def find(self, parsed: Parsed, done: Callable[[Tokenised], None]) -> None:
+        """Find a prompt's ids off the loop that were just not known; `done` is called in the loop, mostly later."""
 
 
 class Registry(Protocol):
@@ -108,7 +108,7 @@ class Brain(Protocol):
         """Route a request: one of the two is called, at once or later, unless it is dropped before."""
 
     def drop(self, job: Job) -> None:
-        """A request that waits is not wanted any more."""
+        """A request that waits is not wanted any more: none of its two is called."""
 
     def started(self, job: Job) -> None:
         """Its first token came."""

@@ -233,12 +233,10 @@ class Passage(msgspec.Struct, eq=False):
         """See `Owner`."""
         self._prompt_tokens = usage.prompt_tokens
         self.job.answered_tokens = usage.completion_tokens or 0
-        if usage.prompt_tokens_details is None:
-            return
-        if self._is_prefilled:
+        if not self._is_prefilled:
+            self._count_cached(usage)
+        elif usage.prompt_tokens_details is not None:
             self.job.found_tokens = usage.prompt_tokens_details.cached_tokens
-        else:
-            self.job.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
     def _count_cached(self, usage: Usage) -> None:
         if usage.prompt_tokens_details is not None:

@@ -19,6 +19,7 @@ class Tallies:
     def __init__(self, counts: Counts, roster: Roster) -> None:
         self._counts, self._roster = counts, roster
         self._numbers = counts.numbers
+        self._numbers[ON_DEVICE] += 0  # a metric that is there from the beginning
         self._rows: dict[int, list[int]] = {}
         """Of each instance: requests that ended, their prompts' tokens, those that it had cached, those fetched."""
 

@@ -268,11 +268,17 @@ class LoadBook:
         account = self._accounts.get(instance)
         if account is None:
             return NOTHING
-        then = Totals._make(account.own)
-        for when, *change in account.changes:
+        waiting, waiting_tokens, running, running_tokens = account.own
+        settled_s = sampled_s - self._flight_s
+        for when, *change in reversed(account.changes):
             if when > sampled_s:
-                then = then.plus(Totals._make(change), -1)
-        return then
+                waiting -= change[0]
+                waiting_tokens -= change[1]
+                running -= change[2]
+                running_tokens -= change[3]
+            elif when <= settled_s:
+                break  # each is made at most `flight_s` before it reaches the engine, so all before this one are past
+        return Totals(waiting, waiting_tokens, running, running_tokens)
 
     def load(self, instance: int, now: float) -> Totals:
         """All that waits and runs at an instance, as far as it was said."""

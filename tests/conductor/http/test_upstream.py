@@ -12,7 +12,7 @@ import pytest
 
 from headwater.conductor.http.exchange import Origin
 from headwater.conductor.http.link import IDLE_S
-from headwater.conductor.http.parsing import Lines, UnsafeHeader
+from headwater.conductor.http.parsing import UnsafeHeader
 from headwater.conductor.http.upstream import UpstreamPool
 from headwater.demo.processes import free_port
 from tests.conductor.http.rig import LIMITS, Script, Sink, instance, looped, pooled, read_request, until
@@ -558,11 +558,3 @@ def test_a_large_body_arrives() -> None:
             assert (await called(pool, origin, body=b"x" * (5 << 20))).outcome == "end"
 
     looped(run())
-
-
-def test_lines_of_headers_that_are_never_sent_twice_are_not_remembered() -> None:
-    lines = Lines(frozenset({b"host"}))
-    sent = lines.join([(b"host", b"it"), (b"x-request-id", b"hw-1"), (b"accept", b"*/*")])
-    assert sent == b"x-request-id: hw-1\r\naccept: */*\r\n" and set(lines) == {(b"host", b"it"), (b"accept", b"*/*")}
-    with pytest.raises(UnsafeHeader):
-        lines.join([(b"x-request-id", b"hw-1\r\nx: y")])

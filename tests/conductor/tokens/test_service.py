@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 
+from headwater.conductor.bodies import read, read_any
 from headwater.conductor.counts import Counts
+from headwater.conductor.http.exchange import Request
 from headwater.conductor.job import How, Kind, Parsed, Tokenised
 from headwater.conductor.tokens import service as module
 from headwater.conductor.tokens.local import Found
 from headwater.conductor.tokens.samples import samples
 from headwater.conductor.tokens.service import TokensService
 from headwater.conductor.tokens.tokenizers import LocalTokenizer
+from headwater.fleetfile.model import Limits
 from tests.conductor.tokens.chats import QWEN, chat, folder, text, user
 
 WAIT_S = 20.0
@@ -55,23 +58,27 @@ async def serving(
         tokens.close()
 
 
+def ask_for(tokens: TokensService, parsed: Parsed, done: Callable[[Tokenised], None], salt: str = "") -> None:
+    """As whoever has a request does it."""
+    known = tokens.known(parsed, salt)
+    if known is None:
+        tokens.find(parsed, done)
+    else:
+        done(known)
+
+
 async def found(tokens: TokensService, parsed: Parsed, salt: str = "") -> Tokenised:
     """What it says, whenever it says it."""
     future: asyncio.Future[Tokenised] = asyncio.get_running_loop().create_future()
-    known = tokens.known(parsed, salt)
-    if known is not None:
-        return known
-    tokens.find(parsed, future.set_result, salt)
+    ask_for(tokens, parsed, future.set_result, salt)
     return await asyncio.wait_for(future, WAIT_S)
 
 
 def at_once(tokens: TokensService, parsed: Parsed, salt: str = "") -> Tokenised | None:
     """What it says at once, in either way."""
     answers: list[Tokenised] = []
-    known = tokens.known(parsed, salt)
-    if known is None:
-        tokens.find(parsed, answers.append, salt)
-    return answers[0] if answers else known
+    ask_for(tokens, parsed, answers.append, salt)
+    return answers[0] if answers else None
 
 
 @pytest.fixture
@@ -107,6 +114,18 @@ async def test_ids_are_given_found_and_known(own: Path) -> None:
 
 
 @in_loop
+async def test_a_usual_prompt_is_not_taken_apart_to_be_looked_for(own: Path) -> None:
+    body = b'{"model":"model","prompt":"Some rivers","max_tokens":3}'
+    request = Request("POST", "/v1/completions", "", [], body, "", {})
+    usual, with_care = read(request, Limits()), read_any(Kind.COMPLETION, request, Limits())
+    async with serving(own) as tokens:
+        assert tokens.known(usual) is None and usual.known is None
+        first = await found(tokens, usual)
+        assert first.ids and usual.usual
+        assert at_once(tokens, with_care) == Tokenised(first.ids, How.KNOWN), "it is the same prompt"
+
+
+@in_loop
 async def test_nobody_knows_what_another_tenant_asked(own: Path) -> None:
     async with serving(own) as tokens:
         await found(tokens, text("secret"), "a")
@@ -122,7 +141,7 @@ async def test_equal_prompts_are_tokenised_once(own: Path, gate: threading.Event
     async with serving(own, searches=1) as tokens:
         answers: list[Tokenised] = []
         for _ in range(500):
-            tokens.find(chat({"messages": [user("Hi")]}), answers.append)
+            ask_for(tokens, chat({"messages": [user("Hi")]}), answers.append)
         assert at_once(tokens, text("another")) == Tokenised(None, How.NONE, "busy"), "the 500 take one place"
         assert not answers
         gate.set()
@@ -214,7 +233,7 @@ async def test_closing_ends_what_is_under_way(own: Path, gate: threading.Event) 
     answers: list[Tokenised] = []
     async with serving(own, threads=1) as tokens:
         for name in "abc":
-            tokens.find(text(name), answers.append)
+            ask_for(tokens, text(name), answers.append)
         asyncio.get_running_loop().call_soon(gate.set)
         threading.Timer(0.05, gate.set).start()
     assert [it.reason for it in answers] == ["closed"] * 3
@@ -241,7 +260,7 @@ async def test_asks_an_engine(own: Path) -> None:
     ask, answers = Asked(), []
     async with serving(own, "engine", ask=ask) as tokens:
         for parsed in (text("a"), text("a"), text("b", truncate_prompt_tokens=1)):
-            tokens.find(parsed, answers.append)
+            ask_for(tokens, parsed, answers.append)
         assert len(ask.questions) == 2 and not answers
         ask.answer([1, 2])
         await asyncio.sleep(0)
@@ -249,7 +268,7 @@ async def test_asks_an_engine(own: Path) -> None:
         assert [(list(it.ids or ()), it.how) for it in answers] == [
             ([1, 2], How.ENGINE), ([1, 2], How.ENGINE), ([2], How.ENGINE),
         ]  # fmt: skip
-        tokens.find(text("c"), answers.append)
+        ask_for(tokens, text("c"), answers.append)
         ask.answer(None)
         assert answers[-1][:3] == (None, How.NONE, "engine")
 

@@ -7,11 +7,9 @@ from typing import Protocol
 
 import msgspec
 
-from headwater._kernels.events import Transport
-from headwater._kernels.messages import Writer
+from headwater._kernels.events import Writer
 from headwater.conductor.http.answers import bodiless
 from headwater.conductor.http.exchange import Headers, Listener, Request
-from headwater.conductor.http.sockets import socket_of
 
 
 class Wire(Protocol):
@@ -94,12 +92,9 @@ class Answer(msgspec.Struct, eq=False):
             head, data = b"%b%x\r\n" % (head, len(data)), data + b"\r\n"
         self._connection.writer.write(head, data)
 
-    def channel(self) -> tuple[Transport, int] | None:
+    def channel(self) -> Writer | None:
         """See `Exchange`."""
-        if not self._chunked or self.closed:
-            return None
-        transport = self._connection.transport
-        return transport, socket_of(transport)
+        return self._connection.writer if self._chunked and not (self.closed or self._head) else None
 
     def end(self) -> None:
         """See `Exchange`."""

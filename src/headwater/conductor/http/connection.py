@@ -31,7 +31,7 @@ from enum import Enum, auto
 from math import inf
 from typing import Any, Protocol, cast
 
-from headwater._kernels.messages import Writer
+from headwater._kernels.events import Writer
 from headwater.conductor.counts import Counts
 from headwater.conductor.http.answering import Answer
 from headwater.conductor.http.answers import CONTINUE, Heads, error_body

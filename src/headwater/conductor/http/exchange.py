@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from headwater._kernels.events import Transport
+from headwater._kernels.events import Writer
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 """Names in lower case."""
@@ -66,7 +66,7 @@ class Exchange(Protocol):
 
     request: Request
     started: bool
-    """Whether anything of the answer was sent."""
+    """Whether the answer was begun."""
     closed: bool
     """The answer has ended, or the client has left."""
 
@@ -83,9 +83,9 @@ class Exchange(Protocol):
     def send(self, data: bytes) -> None:
         """More of its body."""
 
-    def channel(self) -> tuple[Transport, int] | None:
-        """Where chunks are written that the caller has framed (RFC 9112, 7.1), once it is started, and the socket, -1
-        if only the transport knows how to write; None if there are no chunks in this answer."""
+    def channel(self) -> Writer | None:
+        """Where chunks are written that the caller has framed (RFC 9112, 7.1), once some of the body was sent; None if
+        there are no chunks in this answer."""
 
     def end(self) -> None:
         """The end of its body."""

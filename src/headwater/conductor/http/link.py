@@ -28,8 +28,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from headwater._kernels.events import RAW_MAX, Receiver
-from headwater._kernels.messages import Writer
+from headwater._kernels.events import RAW_MAX, Receiver, Writer
 from headwater.conductor.http.chunks import Chunked
 from headwater.conductor.http.exchange import Origin, Quick, Sink
 from headwater.conductor.http.heads import AnswerHead, HeadReader, parse_answer

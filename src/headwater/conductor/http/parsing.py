@@ -21,10 +21,7 @@ _LENGTH = re.compile(rb"[0-9]{1,18}")
 _HOST = re.compile(rb"[A-Za-z0-9._~\-]+(?::[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](?::[0-9]{0,5})?")
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _UNSAFE = re.compile(rb"[\r\n\0]")
-UNSAFE = "a header's name is not a token in lower case, or its value holds CR, LF or NUL"
 _CACHED_LINES, _CACHED_BYTES = 4096, 512
-_UNIQUE = b"x-request-id"
-"""A header that is never sent twice: to remember it would only push out others."""
 
 
 class Malformed(Exception):
@@ -86,13 +83,11 @@ class Lines(dict[tuple[bytes, bytes], bytes]):
 
     def __missing__(self, header: tuple[bytes, bytes]) -> bytes:
         name, value = header
-        if name == _UNIQUE and not _UNSAFE.search(value):
-            return b"x-request-id: %b\r\n" % value
         if name == b"connection" and value.lower() not in PLAIN_CONNECTION:
             raise _NamesHeaders
-        if not _NAME.fullmatch(name) or _UNSAFE.search(value):
-            raise UnsafeHeader(UNSAFE)
-        line = b"" if name in self._dropped else b"%b: %b\r\n" % header
+        line = lines_of([header])
+        if name in self._dropped:
+            line = b""
         if len(value) <= _CACHED_BYTES:
             if len(self) >= _CACHED_LINES:
                 self.clear()
@@ -104,7 +99,7 @@ def lines_of(headers: Headers) -> bytes:
     """Header lines as they are sent, of headers that neither server nor pool write themselves. Raises UnsafeHeader."""
     for name, value in headers:
         if not _NAME.fullmatch(name) or _UNSAFE.search(value):
-            raise UnsafeHeader(UNSAFE)
+            raise UnsafeHeader("a header's name is not a token in lower case, or its value holds CR, LF or NUL")
     return b"".join([b"%b: %b\r\n" % it for it in headers])
 
 

@@ -52,6 +52,7 @@ PROMPT_FIELDS = (
     "reasoning_effort", "add_special_tokens", "truncate_prompt_tokens", "truncation_side",
 )  # fmt: skip
 """What a prompt's ids depend on, beside its text."""
+NONE_GIVEN = [None] * len(PROMPT_FIELDS)
 
 _encoder = msgspec.json.Encoder()
 
@@ -126,12 +127,13 @@ class TokensService:
         reason = self._hopeless(parsed, model)
         if model is None or reason:
             return nothing(reason)
-        known = self._memo.get(digest_of(parsed, salt))
+        parsed.digest = digest_of(parsed, salt)
+        known = self._memo.get(parsed.digest)
         return None if known is None else Tokenised(known, How.KNOWN)
 
-    def find(self, parsed: Parsed, done: Done, salt: str = "") -> None:
-        """Find what is not known; `done` is called in the loop, mostly later."""
-        digest, model = digest_of(parsed, salt), self._models[parsed.model]
+    def find(self, parsed: Parsed, done: Done) -> None:
+        """Find what was just not known; `done` is called in the loop, mostly later."""
+        digest, model = parsed.digest, self._models[parsed.model]
         search = self._searches.get(digest)
         if search is not None:
             search.waiting.append(done)
@@ -174,8 +176,8 @@ class TokensService:
             return "off"
         if parsed.media:
             return "media"
-        fields = parsed.fields
         if parsed.kind is Kind.CHAT:
+            fields = parsed.fields
             variables = fields.get("chat_template_kwargs")
             own = fields.get("chat_template") or (isinstance(variables, dict) and variables.get("chat_template"))
             return "client_template" if own else ""
@@ -317,5 +319,5 @@ OFF = nothing("off")
 
 def digest_of(parsed: Parsed, salt: str) -> bytes:
     """Of all that a prompt's ids depend on, of whose it is, and of the day, which templates may tell."""
-    given = [] if parsed.usual else list(map(parsed.fields.get, PROMPT_FIELDS))
+    given = NONE_GIVEN if parsed.usual else list(map(parsed.fields.get, PROMPT_FIELDS))
     return sha256(_encoder.encode([parsed.model, salt, parsed.salt, parsed.text, today(), given])).digest()
