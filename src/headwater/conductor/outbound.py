@@ -132,10 +132,12 @@ def _asking_for_usage(body: bytes) -> bytes:
 
     In a text the names would have a backslash before their last quotes; where one is there twice, the last one counts.
     """
-    if body.count(_OPTIONS) == body.count(_ASKS) == 1:
-        for told, asked in _TOLD:
-            if told in body:
-                return body.replace(told, asked)
+    if body.find(_OPTIONS) != body.rfind(_OPTIONS) or body.find(_ASKS) != body.rfind(_ASKS):
+        return b""
+    for told, asked in _TOLD:
+        at = body.find(told)
+        if at >= 0:
+            return b"%b%b%b" % (body[:at], asked, body[at + len(told) :])
     return b""
 
 

@@ -68,6 +68,9 @@ class Events:
 
 def each(events: bytes) -> Iterator[bytes]:
     """Single events of whole ones, each with its end."""
+    if events.find(b"\n") == len(events) - 2:  # nearly always, and told in a twentieth of the time where it is long
+        yield events
+        return
     start = 0
     if b"\r" not in events:
         while (end := events.find(b"\n\n", start) + 2) > 1:
