@@ -2,14 +2,16 @@
 #   PYTHON=/path/to/python3.11   which Python to make .venv from (default: found)
 #   ARGS="..."                   passed on to pytest, `headwater demo` or `headwater bench`
 #   JOBS=2                       how many tests run at a time
+#   ENGINES=2                    how many with real vLLM: 8 GB and a core for each
 #   ROUNDS=20000                 how long `make soak` takes
 
 PYTHON ?=
 ARGS ?=
 BENCH ?= node
 JOBS ?= 2
+ENGINES ?= 2
 ROUNDS ?= 20000
-# Where ARGS choose tests, all may be in one of the two runs; pytest ends with 5 when it finds none.
+# Where ARGS choose tests, all may be in one of the three runs; pytest ends with 5 when it finds none.
 NONE := $(if $(ARGS), || [ $$? -eq 5 ])
 BIN := .venv/bin
 
@@ -26,9 +28,10 @@ setup:  ## .venv with vLLM's CPU build and headwater, and the real model in .cac
 	@command -v python3 >/dev/null || { echo "set-up: python3 is missing; install Python 3.11 or newer" >&2; exit 1; }
 	@python3 scripts/setup_env.py --python "$(PYTHON)"
 
-test: setup  ## all tests, JOBS at a time; then, one by one, those that need the machine for themselves, real engines last
+test: setup  ## all tests, JOBS at a time; those that need the machine for themselves one by one; real engines, ENGINES at a time
 	$(BIN)/python -m tests.steady -n $(JOBS) --dist worksteal -m "not (alone or engine)" $(ARGS)$(NONE)
-	$(BIN)/python -m tests.steady -m "alone or engine" $(ARGS)$(NONE)
+	$(BIN)/python -m tests.steady -m "alone" $(ARGS)$(NONE)
+	$(BIN)/python -m tests.steady -n $(ENGINES) --dist loadfile -m "engine and not alone" $(ARGS)$(NONE)
 
 soak: setup  ## hours: the disk's crash loop and the simulators, many times longer (ROUNDS=20000)
 	HEADWATER_TEST_SOAK_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest -q --timeout=0 tests/tiers/test_disk_faults.py -k crash

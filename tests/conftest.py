@@ -15,8 +15,9 @@ MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
 DEFAULT_SEED = 20251129
 FAILED = pytest.StashKey[bool]()
 TEMPORARY = pytest.StashKey[Path]()
-BY_THEMSELVES = "alone or engine"
-"""What `make test` asks for in its second run."""
+ENGINES = "engine and not alone"
+BY_THEMSELVES = ("alone", ENGINES)
+"""What `make test` asks for in its second and third run."""
 MARKED = re.compile(r"\bmark\.(alone|engine)\b")
 """How a module says that it has one."""
 SHARED = ("__init__.py", "conftest.py")
@@ -31,10 +32,21 @@ def seed_of(config: pytest.Config) -> int:
     return int(config.getoption("--hypothesis-seed"))
 
 
+def own_cores(cores: list[int], number: int, count: int) -> list[int]:
+    """Which of the cores one of `count` workers gets; some get the same where there are fewer."""
+    begin, end = number * len(cores) // count, (number + 1) * len(cores) // count
+    return cores[begin:end] or [cores[number % len(cores)]]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = int(os.environ.get("HEADWATER_TEST_SEED", DEFAULT_SEED))
+    # A worker that runs real engines keeps to cores of its own, with all that it starts: so those of one do not slow
+    # down those of another, and none has more threads that wait by spinning than it has cores.
+    if config.option.markexpr == ENGINES and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+        count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        os.sched_setaffinity(0, own_cores(sorted(os.sched_getaffinity(0)), int(worker.removeprefix("gw")), count))
     # A socket's path has 107 bytes at most, and pytest's own names are long, the longer where several tests run at a
     # time. Who runs as one of several was given a folder in this one.
     if config.option.basetemp is None:
@@ -60,8 +72,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """In the run of the few that run by themselves, do not import the hundreds of modules that have none of them."""
-    if config.option.markexpr != BY_THEMSELVES or collection_path.suffix != ".py" or collection_path.name in SHARED:
+    """In the runs of the few that run by themselves, do not import the hundreds of modules that have none of them."""
+    if config.option.markexpr not in BY_THEMSELVES or collection_path.suffix != ".py" or collection_path.name in SHARED:
         return None
     return None if MARKED.search(collection_path.read_text(encoding="utf-8")) else True
 

@@ -15,7 +15,6 @@ from tests.cluster.cluster import SMALL, Cluster, Load, Reader, keys
 from tests.cluster.payloads import layout_of
 from tests.node.conftest import eventually
 
-pytestmark = pytest.mark.alone
 LARGE = layout_of(512 << 10)
 CHUNKS = 8
 HEAL_S = 10.0

@@ -13,7 +13,6 @@ from tests.cluster.cluster import Cluster, DirectoryServer, Load, keys
 from tests.node.conftest import eventually
 from tests.node.peers import ForkServer
 
-pytestmark = pytest.mark.alone
 CHUNKS = 16
 BACK_S = 10.0
 FLUSHES = 5

@@ -20,7 +20,6 @@ from tests.cluster.cluster import TOKEN, Cluster, Got, Load, is_evicted, keys
 from tests.cluster.payloads import layout_of
 from tests.node.conftest import eventually
 
-pytestmark = pytest.mark.alone
 CHUNKS = 8
 LONGEST_S = 1.5
 HEAL_S = 10.0

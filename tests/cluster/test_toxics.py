@@ -69,7 +69,6 @@ def test_bytes_that_are_not_as_they_were_sent(behind: Behind, toxic: Toxic) -> N
     )
 
 
-@pytest.mark.alone
 def test_a_link_with_a_long_delay(behind: Behind) -> None:
     with behind.cluster.reader("B") as reader:
         assert reader.get_again(behind.wanted).chunks == CHUNKS

@@ -14,7 +14,7 @@ from headwater.demo.command import START_S
 from headwater.demo.processes import Children, start_vllm
 from headwater.sim.fleet.config import read_times
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(600)]
 
 MEASURE_S, VERIFY_S = 25.0, 12.0
 ERROR_MAX = 0.35

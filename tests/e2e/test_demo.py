@@ -1,4 +1,5 @@
-"""The demo as a user runs it: real node, disk, Valkey, vLLM servers and model; and that nothing is left afterwards."""
+"""The demo as a user in a hurry runs it: real node, disk, Valkey, vLLM servers and model; and that nothing is left
+afterwards."""
 
 import json
 import os
@@ -12,10 +13,15 @@ from pathlib import Path
 import pytest
 
 from headwater.demo.beginning import MODEL
-from headwater.demo.front import CONDUCTOR, ROUND_ROBIN
+from headwater.demo.front import CONDUCTOR, QUICK_SHAPE, ROUND_ROBIN
+from tests.e2e.orphans import orphans
+from tests.node.conftest import eventually
 
 PAUSE = threading.Event()
-pytestmark = pytest.mark.engine
+SETTLE_S = 20.0
+CHUNK, TOKEN_BYTES = 128, 30 * 3 * 64 * 2 * 4
+"""Tokens of a chunk; layers x heads x dimensions x (K, V) x bytes of a float."""
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_process")]
 
 KEYS = {
     "act": str,
@@ -49,7 +55,7 @@ def start_demo(scratch: Path) -> subprocess.Popen[bytes]:
     try:
         with (scratch / "out.json").open("wb") as output, (scratch / "err.txt").open("wb") as errors:
             return subprocess.Popen(
-                [sys.executable, "-m", "headwater", "demo", "--json", "--logs", str(scratch / "logs")],
+                [sys.executable, "-m", "headwater", "demo", "--quick", "--json", "--logs", str(scratch / "logs")],
                 env={**os.environ, "TMPDIR": str(scratch)},
                 stdout=output,
                 stderr=errors,
@@ -74,11 +80,6 @@ def left_behind(scratch: Path) -> list[str]:
     return found
 
 
-def shared_memory() -> set[str]:
-    """What has a name in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
-
-
 @pytest.fixture(autouse=True)
 def _model() -> None:
     assert (MODEL / "config.json").is_file(), f"{MODEL} is missing; run the tests by `make test`, from the repository"
@@ -86,7 +87,7 @@ def _model() -> None:
 
 @pytest.mark.timeout(900)
 def test_the_demo_shares_and_its_outputs_are_identical(tmp_path: Path) -> None:
-    before = shared_memory()
+    before = orphans()
     demo = start_demo(tmp_path)
     code = demo.wait(timeout=850)
     errors = (tmp_path / "err.txt").read_text()
@@ -99,8 +100,9 @@ def test_the_demo_shares_and_its_outputs_are_identical(tmp_path: Path) -> None:
     assert all(line["identical"] for line in lines)
     on_b = next(line for line in lines if line["instance"] == "B")
     assert "host" in on_b["tier"]
-    assert on_b["reused_tokens"] > 1900
-    assert on_b["bytes_moved"] > 1900 * 46_080, "30 layers x 3 heads x 64 x 2 x 4 bytes a token"
+    assert 500 < on_b["prompt_tokens"] < 700
+    assert on_b["reused_tokens"] > on_b["prompt_tokens"] - 2 * CHUNK
+    assert on_b["bytes_moved"] >= on_b["reused_tokens"] * TOKEN_BYTES
     assert on_b["ttft_s"] < on_b["ttft_uncached_s"] / 2, "a reused prefix is far quicker on any machine"
     assert [line["act"] for line in lines[-3:]] == ["shared", "restarted", "wiped"]
     *shared, restarted, wiped = lines
@@ -111,21 +113,22 @@ def test_the_demo_shares_and_its_outputs_are_identical(tmp_path: Path) -> None:
     assert set(restarted["tiers"]) == {"disk"}, "memory was empty, and the disk is nearer than Valkey"
     assert set(wiped["tiers"]) == {"remote"}, "memory and disk were empty"
     for line in (restarted, wiped):
-        assert line["reused_tokens"] > 1900
+        assert line["reused_tokens"] > line["prompt_tokens"] - 2 * CHUNK
         assert line["ttft_s"] < line["ttft_uncached_s"] / 2
     burst = told["burst"]
     assert burst["identical"] is True and burst["reused_more"] is True
     robin, conductor = burst[ROUND_ROBIN], burst[CONDUCTOR]
     assert {name: type(value) for name, value in conductor.items()} == WAY_KEYS
-    assert robin["requests"] == conductor["requests"] and not robin["failed"] and not conductor["failed"]
+    assert robin["requests"] == conductor["requests"] == QUICK_SHAPE.families * QUICK_SHAPE.chats
+    assert not robin["failed"] and not conductor["failed"]
     assert robin["reused"] == {} and {"device", "host"} >= conductor["reused"].keys() != set()
     assert not left_behind(tmp_path)
-    assert shared_memory() <= before
+    eventually(lambda: orphans() <= before, SETTLE_S, orphans)
 
 
 @pytest.mark.timeout(300)
 def test_ctrl_c_while_the_engines_start_leaves_nothing(tmp_path: Path) -> None:
-    before = shared_memory()
+    before = orphans()
     demo = start_demo(tmp_path)
     deadline = time.monotonic() + 120
     while not (tmp_path / "logs" / "vllm-B.log").exists():
@@ -135,4 +138,4 @@ def test_ctrl_c_while_the_engines_start_leaves_nothing(tmp_path: Path) -> None:
     os.kill(demo.pid, signal.SIGINT)
     assert demo.wait(timeout=60) == 130
     assert not left_behind(tmp_path)
-    assert shared_memory() <= before
+    eventually(lambda: orphans() <= before, SETTLE_S, orphans)

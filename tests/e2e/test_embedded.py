@@ -17,14 +17,14 @@ from headwater.demo.valkey import start_valkey
 from tests.node.conftest import eventually
 from tests.node.tiered import Still, tier
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("one_process")]
 
 CHUNK = 128
 
 
 def chat(topic: str) -> list[dict[str, str]]:
-    """About 500 tokens, with a question."""
-    text = " ".join(f"{topic} number {n} is {n * 31 % 97} years old." for n in range(40))
+    """About 400 tokens, with a question."""
+    text = " ".join(f"{topic} number {n} is {n * 31 % 97} years old." for n in range(30))
     return [{"role": "system", "content": text}, {"role": "user", "content": f"How old is {topic} 7?"}]
 
 

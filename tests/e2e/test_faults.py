@@ -47,7 +47,7 @@ class Setting:
 
 
 @pytest.fixture(scope="module")
-def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+def setting(tmp_path_factory: pytest.TempPathFactory, one_process: None) -> Iterator[Setting]:
     directory = tmp_path_factory.mktemp("faults")
     address = f"unix:{directory}/node.sock"
     with Children() as children:

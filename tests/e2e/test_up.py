@@ -19,6 +19,7 @@ from tests.commands import Ended, ran
 from tests.conductor.openai_suite import SUITE, Rig
 from tests.conductor.running import Answer
 from tests.conductor.tokens.at_engine import FACTS, AtEngine
+from tests.e2e.orphans import orphans
 from tests.e2e.up_fleet import CHUNK, MODEL, SETTLE_S, START_S, UpFleet, up_fleet
 from tests.node.conftest import eventually
 
@@ -30,13 +31,13 @@ WAIT_FOR_RESTART = bool(os.environ.get("HEADWATER_TEST_UP_RESTART"))
 
 
 @pytest.fixture(scope="module")
-def shared_memory() -> set[str]:
-    """What was in /dev/shm before."""
-    return set(os.listdir("/dev/shm"))
+def left_before() -> set[str]:
+    """What nobody used in /dev/shm before."""
+    return orphans()
 
 
 @pytest.fixture(scope="module")
-def fleet(model_dir: Path, shared_memory: set[str]) -> Iterator[UpFleet]:
+def fleet(model_dir: Path, left_before: set[str]) -> Iterator[UpFleet]:
     with TemporaryDirectory(prefix="hw") as folder, up_fleet(Path(folder), model_dir) as it:
         yield it
 
@@ -218,9 +219,9 @@ def test_a_killed_engine_takes_no_answer_with_it_and_comes_back(fleet: UpFleet) 
 # ---- the end
 
 
-def test_ctrl_c_ends_everything(fleet: UpFleet, shared_memory: set[str]) -> None:
+def test_ctrl_c_ends_everything(fleet: UpFleet, left_before: set[str]) -> None:
     assert fleet.interrupt() == 0, fleet.said()
     for name in ("conductor", "one", "two", "node"):
         assert fleet.states(name)[-1] == "ended", name
     assert not fleet.left_behind()
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    eventually(lambda: orphans() <= left_before, SETTLE_S, orphans)

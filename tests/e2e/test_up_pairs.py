@@ -36,7 +36,7 @@ WAIT_FOR_RESTART = bool(os.environ.get("HEADWATER_TEST_UP_RESTART"))
 
 
 @pytest.fixture(scope="module")
-def fleet(model_dir: Path) -> Iterator[UpFleet]:
+def fleet(model_dir: Path, one_process: None) -> Iterator[UpFleet]:
     instances = {"first": {"role": "prefill"}, "second": {"role": "decode"}}
     with TemporaryDirectory(prefix="hw") as folder, up_fleet(Path(folder), model_dir, instances) as it:
         yield it

@@ -23,11 +23,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from headwater.demo.beginning import Begun, add_options, begun, told
-from headwater.demo.burst import table
-from headwater.demo.front import CONDUCTOR, ROUND_ROBIN, Bursts, play_bursts, start_conductor
+from headwater.demo.burst import Burst, table
+from headwater.demo.front import CONDUCTOR, QUICK_SHAPE, ROUND_ROBIN, SHAPE, Bursts, play_bursts, start_conductor
 from headwater.demo.processes import Child, Children, Served, kv_transfer_config, start_node, start_vllm
 from headwater.demo.story import (
     CHAT_TURNS,
+    FACTS,
+    QUICK_FACTS,
     RESTARTED,
     WIPED,
     Line,
@@ -64,17 +66,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `headwater demo`."""
     parser.epilog = EXAMPLES
     add_options(parser, "1GiB", "the node")
+    parser.add_argument("--quick", action="store_true", help="the same acts with a short document and a small burst")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; 0 only if all outputs are identical and every act found the prefix where it should be."""
     with begun(arguments) as it:
-        lines, bursts = _perform(it)
+        lines, bursts = _perform(it, quick=arguments.quick)
     return told(arguments, as_json(lines, bursts), lambda: _show(lines, bursts, it.console))
 
 
-def _perform(it: Begun) -> tuple[list[Line], Bursts]:
-    total = 8 + len(list(steps())) + len(CHAT_TURNS)
+def _perform(it: Begun, *, quick: bool) -> tuple[list[Line], Bursts]:
+    facts, shape = (QUICK_FACTS, QUICK_SHAPE) if quick else (FACTS, SHAPE)
+    total = 8 + len(list(steps(facts))) + len(CHAT_TURNS)
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -88,7 +92,7 @@ def _perform(it: Begun) -> tuple[list[Line], Bursts]:
         def begin(what: str) -> None:
             progress.update(task, description=what, advance=1)
 
-        return Stage(children, it.model, it.memory, it.scratch, it.logs).play(begin)
+        return Stage(children, it.model, it.memory, it.scratch, it.logs).play(facts, shape, begin)
 
 
 class Stage:
@@ -102,19 +106,19 @@ class Stage:
         cores = sorted(os.sched_getaffinity(0))
         self._cores = [cores[0], cores[1]] if len(cores) > 1 else [None, None]
 
-    def play(self, begin: Callable[[str], None]) -> tuple[list[Line], Bursts]:
-        """All acts; `begin` is told what comes next."""
+    def play(self, facts: int, shape: Burst, begin: Callable[[str], None]) -> tuple[list[Line], Bursts]:
+        """All acts, with a document of so many facts and a burst of this shape; `begin` is told what comes next."""
         children = self._children
         node = self._start_node(self._address, "node")
         begin("starting vLLM A and B (half a minute)")
         servers = self._start_engines(self._logs, {"A": self._address, "B": self._address})
-        lines, plain = tell(servers, self._address, begin)
+        lines, plain = tell(servers, self._address, facts, begin)
 
         begin("starting a Conductor")
         front, port = start_conductor(
             children, self._model, self._address, list(servers.values()), self._scratch, self._logs / "conductor.log"
         )
-        bursts = play_bursts(list(servers.values()), port, begin)
+        bursts = play_bursts(list(servers.values()), port, shape, begin)
         children.end(front)
 
         begin("restarting the node and both engines (half a minute)")
@@ -125,7 +129,7 @@ class Stage:
         logs = self._logs / RESTARTED
         servers = self._start_engines(logs, {"A": self._address, "B": self._last_address})
         begin("same question on A, after the restart")
-        lines.append(tell_again(RESTARTED, servers["A"], self._address, plain["A"]))
+        lines.append(tell_again(RESTARTED, servers["A"], self._address, facts, plain["A"]))
 
         begin("deleting the disk")
         wait_for_rest(self._address)
@@ -134,7 +138,7 @@ class Stage:
         self._start_node(self._last_address, f"node-{WIPED}")
         wait_for_engine(self._last_address)
         begin("same question on B, with nothing but Valkey")
-        lines.append(tell_again(WIPED, servers["B"], self._last_address, plain["B"]))
+        lines.append(tell_again(WIPED, servers["B"], self._last_address, facts, plain["B"]))
         return lines, bursts
 
     def _start_node(self, address: str, name: str) -> Child:

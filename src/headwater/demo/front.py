@@ -20,7 +20,7 @@ from headwater.config import child_environment
 from headwater.demo.burst import PACE, SLO_COLD, Burst, Result, ask, burst, chats, same_answers, summary, unseen
 from headwater.demo.processes import Child, Children, Served, answers_health, free_port
 
-SHAPE = Burst(families=5, chats=4, prefix_tokens=700, answer_tokens=8)
+SHAPE, QUICK_SHAPE = Burst(families=5, chats=4, prefix_tokens=700), Burst(families=4, chats=3, prefix_tokens=300)
 ROUND_ROBIN, CONDUCTOR = "round robin, no shared cache", "the Conductor"
 START_S = 60.0
 
@@ -94,11 +94,11 @@ def fleet_file(model: Path, port: int, control: int, node: str, servers: Sequenc
     return json.dumps(fleet, indent=2)
 
 
-def play_bursts(servers: Sequence[Served], port: int, begin: Callable[[str], None]) -> Bursts:
+def play_bursts(servers: Sequence[Served], port: int, shape: Burst, begin: Callable[[str], None]) -> Bursts:
     """The same chats both ways; `begin` is told what comes next."""
     begin("a burst of chats, round robin without a shared cache")
-    cold_s = statistics.fmean(_cold_s(it) for it in servers)
-    requests = chats(replace(SHAPE, rate=PACE / cold_s))
+    cold_s = statistics.fmean(_cold_s(it, shape) for it in servers)
+    requests = chats(replace(shape, rate=PACE / cold_s))
     urls = [f"http://127.0.0.1:{it.port}" for it in servers]
     before = burst(requests, urls, more=_apart())
     begin("the same burst through the Conductor")
@@ -106,9 +106,9 @@ def play_bursts(servers: Sequence[Served], port: int, begin: Callable[[str], Non
     return Bursts(SLO_COLD * cold_s, {ROUND_ROBIN: before, CONDUCTOR: after})
 
 
-def _cold_s(server: Served) -> float:
+def _cold_s(server: Served, shape: Burst) -> float:
     """How long an instance takes until the first token of such a chat, if it has nothing of it."""
-    request = unseen(SHAPE, server.name)
+    request = unseen(shape, server.name)
     return ask("127.0.0.1", server.port, request, "model", time.monotonic(), _apart()).ttft_s
 
 

@@ -13,7 +13,8 @@ from headwater.errors import UnavailableError
 from headwater.node.client import fetch_status
 from headwater.types import Tier
 
-DOCUMENT_FACTS = 92
+FACTS, QUICK_FACTS = 92, 24
+"""What the document has, at about 22 tokens each."""
 WARM_UP_CHARS = 1500
 SETTLE_S = 10.0
 REST_S = 60.0
@@ -51,25 +52,25 @@ class Step:
     chat: Chat
 
 
-def document() -> str:
-    """About 2,000 tokens that nobody has seen before, so that no answer comes from the model's memory."""
-    facts = (
+def document(facts: int) -> str:
+    """Tokens that nobody has seen before, so that no answer comes from the model's memory."""
+    told = (
         f"Gauge {number} stands at kilometre {number * 7 % 193} of the river and reads {number * number % 89} cm."
-        for number in range(1, DOCUMENT_FACTS + 1)
+        for number in range(1, facts + 1)
     )
-    return "Survey of the river and its gauges, to be used as the only source. " + " ".join(facts)
+    return "Survey of the river and its gauges, to be used as the only source. " + " ".join(told)
 
 
-def steps() -> Iterator[Step]:
+def steps(facts: int) -> Iterator[Step]:
     """The document on A, the same on B, another question, and a chat that alternates between them."""
-    about = [{"role": "system", "content": document()}]
+    about = [{"role": "system", "content": document(facts)}]
 
     def question(text: str) -> list[dict[str, str]]:
         return [*about, {"role": "user", "content": text}]
 
     yield Step("document, first seen by A", "A", question("At which kilometre does gauge 12 stand?"))
     yield Step("same question on B", "B", question("At which kilometre does gauge 12 stand?"))
-    yield Step("another question on B", "B", question("How many centimetres does gauge 30 read?"))
+    yield Step("another question on B", "B", question(f"How many centimetres does gauge {facts // 3} read?"))
     yield Step("another question on A", "A", question("Which gauge stands at the spring?"))
 
 
@@ -85,21 +86,23 @@ CHAT_TURNS = tuple(
 """Each turn adds more than a chunk, so that the next instance finds the turn before in the node."""
 
 
-def tell(servers: dict[str, Served], node: str, begin: Callable[[str], None]) -> tuple[list[Line], dict[str, Answer]]:
+def tell(
+    servers: dict[str, Served], node: str, facts: int, begin: Callable[[str], None]
+) -> tuple[list[Line], dict[str, Answer]]:
     """Make all requests, each first without any cache and then with; `begin` is told what comes next.
 
     Also returns what each instance answered to the first question without any cache.
     """
     lines: list[Line] = []
     plain: dict[str, Answer] = {}
-    for step in steps():
+    for step in steps(facts):
         begin(step.title)
         server = servers[step.instance]
         uncached = ask(server, step.chat, without_cache=True)
         plain.setdefault(step.instance, uncached)
         lines.append(ask_with_cache(SHARED, server, node, step.chat, uncached)[0])
     # The chat starts with the document, too, so that its prefix is already shared.
-    chat: list[dict[str, str]] = [{"role": "system", "content": document()}]
+    chat: list[dict[str, str]] = [{"role": "system", "content": document(facts)}]
     for turn, text in enumerate(CHAT_TURNS):
         server = servers["AB"[turn % 2]]
         begin(f"chat, turn {turn + 1} on {server.name}")
@@ -111,11 +114,11 @@ def tell(servers: dict[str, Served], node: str, begin: Callable[[str], None]) ->
     return lines, plain
 
 
-def tell_again(act: str, server: Served, node: str, plain: Answer) -> Line:
+def tell_again(act: str, server: Served, node: str, facts: int, plain: Answer) -> Line:
     """Ask the first question again, of an engine that has just been started; `plain` is its uncached answer."""
     # An engine that has computed nothing yet is slow at first, and cannot say what fetching would have to beat.
-    ask(server, [{"role": "user", "content": document()[:WARM_UP_CHARS]}], without_cache=True)
-    return ask_with_cache(act, server, node, next(steps()).chat, plain)[0]
+    ask(server, [{"role": "user", "content": document(facts)[:WARM_UP_CHARS]}], without_cache=True)
+    return ask_with_cache(act, server, node, next(steps(facts)).chat, plain)[0]
 
 
 def wait_for_rest(node: str) -> None:

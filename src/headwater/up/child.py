@@ -25,7 +25,8 @@ LOG_BYTES = 8 << 20
 TAIL_BYTES, TAIL_LINES = 8192, 15
 PROC = Path("/proc")
 TRACKER = b"multiprocessing.resource_tracker"
-TRACKER_S, TRACKER_STEP_S = 2.0, 0.01
+TRACKER_S, TRACKER_STEP_S = 10.0, 0.01
+"""On a machine that is busy with the next engine's start they take a while."""
 
 
 class Log:
