@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def stage(tmp_path: Path, one_process: None) -> Iterator[Stage]:
+def stage(tmp_path: Path) -> Iterator[Stage]:
     """A directory, nodes A and C, and an engine on A."""
     with open_network(loopback=False) as network, Children() as children:
         stage = Stage(children, network, MODEL.resolve(), "256MiB", tmp_path, tmp_path)

@@ -17,7 +17,7 @@ from headwater.demo.valkey import start_valkey
 from tests.node.conftest import eventually
 from tests.node.tiered import Still, tier
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("one_process")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 CHUNK = 128
 

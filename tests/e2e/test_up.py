@@ -37,7 +37,7 @@ def left_before() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def fleet(model_dir: Path, left_before: set[str]) -> Iterator[UpFleet]:
+def fleet(model_dir: Path, left_before: set[str], one_process: None) -> Iterator[UpFleet]:
     with TemporaryDirectory(prefix="hw") as folder, up_fleet(Path(folder), model_dir) as it:
         yield it
 
