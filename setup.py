@@ -27,7 +27,7 @@ setup(
         kernel("_copy", "_stream.h"),
         kernel("_checked"),
         kernel("_index"),
-        kernel("_events"),
+        kernel("_events", "_writer.h"),
         kernel("_messages"),
         kernel("_keys"),
         kernel("_expected"),

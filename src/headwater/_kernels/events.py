@@ -23,9 +23,9 @@ report() -> whether REPORTED tokens came; they are then counted anew.
 kept() -> what is kept; `ends`: whether the last event says why the answer ended.
 
 Receiver
-    A base of protocols. Its `data_received(data)` asks `quick(data)` first, if there is one and
-    the data is shorter than RAW_MAX. 0: it took nothing, and `received(data)` is called. 1: it is done with, `heard` is
-    set. 2: so it is, and `reported()` is called. Whoever inherits defines these two.
+    A base of protocols. Its `data_received(data)` asks `quick(data)` first, if there is one and the data is shorter
+    than RAW_MAX. 0: it took nothing, and `received(data)` is called. 1: it is done with, `heard` is set. 2: so it is,
+    and `reported()` is called. Whoever inherits defines these two.
 
 Why it is safe to look for bytes is said in headwater.conductor.tokenids.
 """

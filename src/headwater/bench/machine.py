@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -46,6 +48,13 @@ class _Ticks:
     total: int
     idle: int
     steal: int
+
+
+def bind(process: int, cores: Iterable[int]) -> None:
+    """Have all threads of a process run on these cores only, and those that they start."""
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        with suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 class Observer:

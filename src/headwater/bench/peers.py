@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from headwater.bench.machine import bind
 from headwater.config import child_environment
 from headwater.demo.processes import uninterrupted
 from headwater.errors import UnavailableError
@@ -139,16 +140,11 @@ def pinned(peers: Sequence[Peer], ours: int, theirs: int) -> Iterator[None]:
     """Bind this process to one core and the peers to another, or to the same one, while the context lasts."""
     before = os.sched_getaffinity(0)
     try:
-        _pin(os.getpid(), {ours})
+        bind(os.getpid(), {ours})
         for peer in peers:
-            _pin(peer.pid, {theirs})
+            bind(peer.pid, {theirs})
         yield
     finally:
-        _pin(os.getpid(), before)
+        bind(os.getpid(), before)
         for peer in peers:
-            _pin(peer.pid, before)
-
-
-def _pin(pid: int, cores: set[int]) -> None:
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cores)
+            bind(peer.pid, before)

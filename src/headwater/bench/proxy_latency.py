@@ -19,11 +19,12 @@ import http.client
 import os
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.bench.harness import Effort, Experiment, Goal, Reading, Readings, Spec, Unmeasured, quartiles
+from headwater.bench.machine import bind
 from headwater.bench.proxy_prompts import Prompts
 from headwater.bench.proxy_rounds import Rounds, Turn
 from headwater.bench.proxy_systems import ROUTING, Running, place, reason, tree
@@ -128,17 +129,10 @@ def keep_apart(ones: Sequence[int], others: Sequence[int]) -> None:
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2
     if half:
-        _bind(ones, cores[:half])
-        _bind(others, cores[half:])
-
-
-def _bind(processes: Sequence[int], cores: Iterable[int]) -> None:
-    for process in processes:
-        for thread in Path(f"/proc/{process}/task").iterdir():
-            try:
-                os.sched_setaffinity(int(thread.name), cores)
-            except ProcessLookupError:  # it has just ended
-                continue
+        for process in ones:
+            bind(process, cores[:half])
+        for process in others:
+            bind(process, cores[half:])
 
 
 def _pair(rounds: Rounds, sides: dict[str, Running], turn: Turn, number: int) -> Pair:

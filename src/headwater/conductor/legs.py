@@ -11,8 +11,8 @@ import msgspec
 
 from headwater._kernels.events import TokenEvents
 from headwater.conductor import tokenids
-from headwater.conductor.http.exchange import PASSED, Exchange, Headers, Quick
-from headwater.conductor.http.parsing import lines_of
+from headwater.conductor.http.exchange import Exchange, Headers, Quick
+from headwater.conductor.http.parsing import passed_lines
 from headwater.conductor.job import Job, Kind
 from headwater.conductor.replay import EngineError, Story, Translator, Unmovable
 from headwater.conductor.sse import Events, EventTooLong, each, payload
@@ -114,7 +114,7 @@ class Body:
 
     def settle(self, owner: Owner) -> None:
         """Tell what it is."""
-        settle(owner, self.status, lines_of([it for it in self.headers if it[0] in PASSED]), self.whole())
+        settle(owner, self.status, passed_lines(self.headers), self.whole())
 
 
 def settle(owner: Owner, status: int, lines: bytes, body: bytes) -> None:
@@ -189,18 +189,8 @@ class Stream:
     whole = None
 
     __slots__ = (
-        "_answering",
-        "_body",
-        "_done",
-        "_events",
-        "_held",
-        "_job",
-        "_obstacle",
-        "_owner",
-        "_run",
-        "_strips",
-        "_wired",
-    )
+        "_answering", "_body", "_done", "_events", "_held", "_job", "_obstacle", "_owner", "_run", "_strips", "_wired",
+    )  # fmt: skip
 
     def __init__(self, owner: Owner, obstacle: str) -> None:
         """`obstacle`: why it could not be moved; '' if it can, and then its ids were asked for."""

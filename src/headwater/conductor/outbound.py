@@ -54,9 +54,14 @@ def endpoint(spec: InstanceSpec, origin: Origin) -> Endpoint:
     return Endpoint(spec, origin, lines, _flag(spec, "--scheduling-policy") == "priority")
 
 
+def named(lines: bytes, job: Job) -> bytes:
+    """Header lines with the request's name, by which engines, clients and `explain` know it."""
+    return b"%bx-request-id: %b\r\n" % (lines, job.id.encode())
+
+
 def lines_to(to: Endpoint, job: Job) -> bytes:
     """The header lines of a request to this instance, as they are sent."""
-    lines = b"%bx-request-id: %b\r\n" % (to.lines, job.id.encode())
+    lines = named(to.lines, job)
     request = job.exchange.request
     if not PASSED.isdisjoint(request.named):
         lines += lines_of([it for it in request.headers if it[0] in PASSED])

@@ -347,7 +347,7 @@ class Passage(msgspec.Struct, eq=False):
     # ---- inside
 
     def _ours(self) -> bytes:
-        return b"%bx-request-id: %b\r\n" % (self._target.lines, self.job.id.encode())
+        return outbound.named(self._target.lines, self.job)
 
     def _leave_rank(self) -> None:
         if self._rank is not None and self._relay.ranks is not None:

@@ -523,6 +523,23 @@ def test_of_headers_that_are_there_twice_the_first_counts() -> None:
     looped(run())
 
 
+def test_chunks_can_be_written_by_others_only_while_the_body_is_under_way() -> None:
+    async def run() -> None:
+        async with serving() as (server, handler):
+            asked = asyncio.create_task(ask(server.port, request("/hold")[:-2] + b"Connection: close\r\n\r\n"))
+            await until(lambda: handler.held)
+            (exchange,) = handler.held
+            exchange.start(200, [])
+            assert exchange.channel() is None, "the head has not been sent yet"
+            exchange.send(b"first")
+            assert exchange.channel() is not None
+            exchange.end()
+            assert exchange.channel() is None
+            assert (await asked).endswith(b"\r\n\r\n5\r\nfirst\r\n0\r\n\r\n")
+
+    looped(run())
+
+
 def test_nothing_overtakes_what_a_client_has_not_read_yet(seed: int) -> None:
     """A slow client, and an answer that is written in all the ways that there are, in a random order."""
     rng = random.Random(seed)

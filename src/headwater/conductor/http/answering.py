@@ -60,7 +60,7 @@ class Answer(msgspec.Struct, eq=False):
         if self.closed or self.started:
             return
         connection, method = self._connection, self.request.method
-        if (status == 200 and method != "HEAD") or not bodiless(method, status):
+        if not bodiless(method, status):
             lines = b"%bcontent-length: %d\r\n" % (lines, len(body))
         else:
             if method == "HEAD":

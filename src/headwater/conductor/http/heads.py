@@ -13,13 +13,13 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
-from headwater.conductor.http.exchange import PASSED, Headers
+from headwater.conductor.http.exchange import Headers
 from headwater.conductor.http.parsing import (
     HOP_BY_HOP,
     Malformed,
     is_host,
     is_length,
-    lines_of,
+    passed_lines,
     tokens,
     values,
     without_named,
@@ -244,8 +244,7 @@ def parse_answer(head: bytes) -> AnswerHead:
     length = None if stated is None else int(stated)
     bodiless = status < 200 or status in (204, 304)
     keep = keep and (chunked or bodiless or stated is not None)
-    passed = lines_of([it for it in kept if it[0] in PASSED])
-    return AnswerHead(status, kept, length, chunked, keep, bodiless, passed)
+    return AnswerHead(status, kept, length, chunked, keep, bodiless, passed_lines(kept))
 
 
 def _is_chunked(found: dict[bytes, bytes], is_1_1: bool) -> bool:

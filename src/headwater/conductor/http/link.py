@@ -229,7 +229,7 @@ class Link(Receiver, asyncio.Protocol):
 
     def begin(self, call: UpstreamCall, *, reused: bool) -> bool:
         """Write a request; the link is its alone until it ends. False: nothing was done, as it is closed."""
-        if self._phase is not _IDLE or self._transport.is_closing():
+        if not self.usable:
             return False
         self._call, call.link = call, self
         self._phase = _HEAD

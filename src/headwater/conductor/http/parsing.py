@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from headwater.conductor.http.exchange import Headers
+from headwater.conductor.http.exchange import PASSED, Headers
 
 HOP_BY_HOP = frozenset(
     (
@@ -101,6 +101,11 @@ def lines_of(headers: Headers) -> bytes:
         if not _NAME.fullmatch(name) or _UNSAFE.search(value):
             raise UnsafeHeader("a header's name is not a token in lower case, or its value holds CR, LF or NUL")
     return b"".join([b"%b: %b\r\n" % it for it in headers])
+
+
+def passed_lines(headers: Headers) -> bytes:
+    """Those of an instance's headers that are PASSED on to a client, as they are sent."""
+    return lines_of([it for it in headers if it[0] in PASSED])
 
 
 class _NamesHeaders(Exception):
